@@ -1,0 +1,206 @@
+"""From an event to the facts to be kept. What follows from the facts is conclude.py's business.
+
+Every event names the life (`incarnation`) it comes from. What a life that is over has to say changes nothing;
+what an old view's workers did is evidence for the open incident, never a new fault.
+
+Who may have an id (`Hello`), by what is known of the life that had it before:
+
+    nothing                           taken in
+    it says so itself (same life)     its connection is restored; if it was declared lost, it must rejoin
+    left, or certainly dead           taken in at once
+    alive and connected               refused for good, unless the newcomer knows it dead
+    alive, connection just broke      refused until the verdict
+    silent, perhaps behind a cut      refused until the guard window is over
+"""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from holdfast.core import events as e
+from holdfast.core import records as r
+from holdfast.core.faults import Failure
+from holdfast.core.state import Draining, Finished, Job, Linked, Lost, Node, Present, Serving, Unlinked
+
+
+def decide(job: Job, event: e.Event, now: float) -> list[r.Record]:
+    """The records this event makes true. Pure: reads the job, changes nothing."""
+    match event:
+        case e.Hello():
+            return _hello(job, event, now)
+        case e.LinkBroke(node_id=node_id, incarnation=incarnation):
+            node = job.live(node_id, incarnation)
+            if node is None or isinstance(node.link, Unlinked):
+                return []
+            return [r.LinkLost(at=now, node_id=node_id, deadline=now + job.settings.reconnect_grace_s)]
+        case e.NodeSilent(node_id=node_id, incarnation=incarnation, silent_s=silent_s):
+            if job.live(node_id, incarnation) is None:
+                return []
+            why = f"nothing heard from it for {silent_s:.1f} s"
+            return [_lost(node_id, incarnation, now, False, why)]
+        case e.WorkersStarted(node_id=node_id, incarnation=incarnation, view=view, pids=pids):
+            if not _in_current_view(job, node_id, incarnation, view) or node_id in job.started:
+                return []
+            return [r.NodeStarted(at=now, node_id=node_id, view=view, pids=pids)]
+        case e.WorkerSucceeded(node_id=node_id, incarnation=incarnation, view=view, local_rank=local_rank):
+            known = (node_id, local_rank) in job.done or (node_id, local_rank) in job.failed
+            if not _in_current_view(job, node_id, incarnation, view) or known:
+                return []
+            return [r.WorkerDone(at=now, node_id=node_id, view=view, local_rank=local_rank)]
+        case e.WorkerFailed():
+            return _worker_failed(job, event, now)
+        case e.StoreOffered(node_id=node_id, incarnation=incarnation, port=port):
+            return [r.StoreReady(at=now, node_id=node_id, port=port)] if job.live(node_id, incarnation) else []
+        case e.NodeLeaving(node_id=node_id, incarnation=incarnation, signal=signal, why=why):
+            node = job.live(node_id, incarnation)
+            if node is None or isinstance(node.standing, Draining):
+                return []
+            return [
+                r.NodeDraining(at=now, node_id=node_id, incarnation=incarnation, signal=signal, why=why)
+            ]
+        case e.NodeGone(node_id=node_id, incarnation=incarnation):
+            if job.live(node_id, incarnation) is None:
+                return []
+            return [r.NodeLeft(at=now, node_id=node_id, incarnation=incarnation)]
+        case _:
+            assert_never(event)
+
+
+def _in_current_view(job: Job, node_id: str, incarnation: str, view: int) -> bool:
+    if not isinstance(job.phase, Serving) or job.view is None or job.view.number != view:
+        return False
+    member = job.members.get(node_id)
+    return member is not None and member.incarnation == incarnation
+
+
+def _worker_failed(job: Job, event: e.WorkerFailed, now: float) -> list[r.Record]:
+    node = job.live(event.node_id, event.incarnation)
+    if node is None or not isinstance(node.standing, Present):
+        return []  # workers of a node on its way out are expected to end
+    key = (event.node_id, event.failure.local_rank)
+    if _in_current_view(job, event.node_id, event.incarnation, event.view):
+        if key in job.failed or key in job.done:
+            return []
+        return [r.WorkerLost(at=now, failure=event.failure, late=False)]
+    incident = job.incident
+    if incident and incident.view_before == event.view and not _known(incident.failures, event):
+        return [r.WorkerLost(at=now, failure=event.failure, late=True)]
+    return []
+
+
+def _known(failures: list[Failure], event: e.WorkerFailed) -> bool:
+    return any(f.rank == event.failure.rank and f.view == event.view for f in failures)
+
+
+def _lost(node_id: str, incarnation: str, now: float, certain: bool, why: str) -> r.NodeLost:
+    return r.NodeLost(at=now, node_id=node_id, incarnation=incarnation, certain=certain, why=why)
+
+
+def _hello(job: Job, hello: e.Hello, now: float) -> list[r.Record]:
+    old = job.nodes.get(hello.node_id)
+    if old and old.incarnation == hello.incarnation:
+        return _same_life(old, hello, now)
+    if isinstance(job.phase, Finished):
+        finished = job.phase.record
+        return [_refuse(hello, now, f"job {job.job_id} has already {finished.outcome.value}: {finished.why}")]
+    if mismatch := _mismatch(job, hello):
+        return [_refuse(hello, now, mismatch)]
+    if old is None:
+        return _take_in(hello, now)
+    return _next_life(job, old, hello, now)
+
+
+def _same_life(node: Node, hello: e.Hello, now: float) -> list[r.Record]:
+    if not node.alive:
+        why = f"{node.node_id} was declared gone and the job went on without it"
+        if isinstance(node.standing, Lost):
+            why = f"{node.node_id} was declared lost ({node.standing.why}) and the job went on without it"
+        return [_refuse(hello, now, why, retry_after_s=0.0, rejoin=True)]
+    restored: list[r.Record] = [r.LinkRestored(at=now, node_id=node.node_id)]
+    if hello.store_port:
+        restored.append(r.StoreReady(at=now, node_id=node.node_id, port=hello.store_port))
+    return restored
+
+
+def _take_in(hello: e.Hello, now: float) -> list[r.Record]:
+    joined = r.NodeJoined(
+        at=now, node_id=hello.node_id, incarnation=hello.incarnation, info=hello.info
+    )
+    if not hello.store_port:
+        return [joined]
+    return [joined, r.StoreReady(at=now, node_id=hello.node_id, port=hello.store_port)]
+
+
+def _next_life(job: Job, old: Node, hello: e.Hello, now: float) -> list[r.Record]:
+    if old.alive and _known_dead(old, hello):
+        why = "its process is gone: its next life on the same machine says so"
+        return [_lost(old.node_id, old.incarnation, now, True, why), *_take_in(hello, now)]
+    match old.standing, old.link:
+        case (Present() | Draining()), Unlinked(deadline=deadline):
+            return [_refuse_for(old, hello, now, "lost its connection a moment ago", deadline - now)]
+        case (Present() | Draining()), Linked():
+            return [_refuse_for(old, hello, now, "is alive and connected", None)]
+        case Lost(at=at, certain=False), _ if not _known_dead(old, hello):
+            remaining_s = at + job.settings.guard_window_s - now
+            if remaining_s > 0:
+                return [_refuse_for(old, hello, now, "fell silent and may still be alive", remaining_s)]
+    return _take_in(hello, now)
+
+
+def _known_dead(old: Node, hello: e.Hello) -> bool:
+    """The newcomer saw its process gone, or the machine has been rebooted since."""
+    rebooted = old.info.machine_id == hello.info.machine_id and old.info.boot_id != hello.info.boot_id
+    return rebooted or old.incarnation in hello.dead_lives
+
+
+def _mismatch(job: Job, hello: e.Hello) -> str:
+    spec, settings = hello.spec, job.settings
+    if spec.run_id and spec.run_id != job.job_id:
+        return (
+            f"this master runs job {job.job_id}, the agent wants {spec.run_id}: give the same --rdzv-id on every"
+            " node, or another --rdzv-endpoint"
+        )
+    if (spec.nodes_min, spec.nodes_max) != (settings.nodes_min, settings.nodes_max):
+        return (
+            f"the agent was started with --nnodes {spec.nodes_min}:{spec.nodes_max}, the job has"
+            f" {settings.nodes_min}:{settings.nodes_max}: give the same --nnodes on every node"
+        )
+    if spec.restarts_max != settings.restarts_max:
+        return (
+            f"the agent was started with --max-restarts {spec.restarts_max}, the job has"
+            f" {settings.restarts_max}: give the same --max-restarts on every node"
+        )
+    return ""
+
+
+def _refuse_for(old: Node, hello: e.Hello, now: float, state: str, retry_after_s: float | None) -> r.NodeRefused:
+    remedy = (
+        "give this node another --node-id (or --node-rank), or end the other one first"
+        if retry_after_s is None
+        else f"it can be had in {max(retry_after_s, 0.0):.1f} s, or at once when the old life is known to be dead"
+    )
+    why = f"node {old.node_id} {state} (process {old.info.pid} on {old.info.host}): {remedy}"
+    return _refuse(hello, now, why, retry_after_s=retry_after_s, holder=old)
+
+
+def _refuse(
+    hello: e.Hello,
+    now: float,
+    why: str,
+    *,
+    retry_after_s: float | None = None,
+    rejoin: bool = False,
+    holder: Node | None = None,
+) -> r.NodeRefused:
+    return r.NodeRefused(
+        at=now,
+        node_id=hello.node_id,
+        incarnation=hello.incarnation,
+        why=why,
+        retry_after_s=retry_after_s,
+        rejoin=rejoin,
+        holder=holder.incarnation if holder else "",
+        holder_pid=holder.info.pid if holder else 0,
+        holder_machine_id=holder.info.machine_id if holder else "",
+        holder_boot_id=holder.info.boot_id if holder else "",
+    )

@@ -1,0 +1,128 @@
+"""What can go wrong with a worker, as typed values, and which of several failures is the cause.
+
+When one rank dies, its peers' collectives break and they die too, each with a traceback of its own.
+Those are *collateral*: folded under the first real failure. The rule, in order:
+
+1. a failure that is not collateral comes before one that is;
+2. of equals, the one that happened first (`failed_at`, the moment of the exception where it is known, not the
+   moment the process was gone: a dying interpreter can take longer than its victims).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+TRACEBACK_CHARS_MAX = 16_000
+LOG_TAIL_LINES_MAX = 20
+LOG_LINE_CHARS_MAX = 500
+
+
+class Exited(msgspec.Struct, frozen=True, tag="exited"):
+    """The process ended by itself with a code other than zero."""
+
+    code: int
+
+
+class Signalled(msgspec.Struct, frozen=True, tag="signalled"):
+    """A signal ended the process."""
+
+    signal: int
+    name: str
+
+
+class OutOfMemory(msgspec.Struct, frozen=True, tag="out-of-memory"):
+    """The kernel killed the process because memory ran out."""
+
+    evidence: str
+
+
+class NotStarted(msgspec.Struct, frozen=True, tag="not-started"):
+    """The process could not be started at all."""
+
+    reason: str
+
+
+End = Exited | Signalled | OutOfMemory | NotStarted
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker's failure: how it ended, and what is known of why."""
+
+    node_id: str
+    view: int
+    rank: int
+    local_rank: int
+    pid: int
+    end: End
+    failed_at: float
+    exception: str = ""
+    """The exception's type name, e.g. `ValueError`; empty if none was found."""
+    message: str = ""
+    traceback: str = ""
+    log_tail: tuple[str, ...] = ()
+    error_file: str = ""
+    log_file: str = ""
+
+    @property
+    def exit_code(self) -> int:
+        """As torchrun counts: negative for a signal."""
+        match self.end:
+            case Exited(code):
+                return code
+            case Signalled(signal, _):
+                return -signal
+            case OutOfMemory():
+                return -9
+            case NotStarted():
+                return 127
+
+
+# By type first. These are raised when a peer or the store went away; torch raises nothing else for it by type.
+COLLATERAL_TYPES = frozenset(
+    {"DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionResetError", "BrokenPipeError"}
+)
+# By text last: gloo raises a bare RuntimeError, NCCL's text differs by version.
+COLLATERAL_TEXTS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Broken pipe",
+    "remote process exited",
+    "NCCL communicator was aborted",
+    "Socket Timeout",
+    "Timed out waiting",
+)
+
+
+def is_collateral(failure: Failure) -> bool:
+    """Whether this failure is what a healthy rank suffers when another one goes."""
+    if failure.exception.rpartition(".")[2] in COLLATERAL_TYPES:
+        return True
+    return bool(failure.exception) and any(text in failure.message for text in COLLATERAL_TEXTS)
+
+
+def root_cause(failures: Iterable[Failure]) -> Failure | None:
+    """The failure to show first, or None if there is none."""
+    return min(failures, key=lambda f: (is_collateral(f), f.failed_at, f.rank), default=None)
+
+
+def describe_end(end: End) -> str:
+    """How a process ended, in a few words."""
+    match end:
+        case Exited(code):
+            return f"exited with code {code}"
+        case Signalled(_, name):
+            return f"killed by {name}"
+        case OutOfMemory(evidence):
+            return f"killed because memory ran out ({evidence})"
+        case NotStarted(reason):
+            return f"could not be started: {reason}"
+
+
+def describe(failure: Failure) -> str:
+    """One line: who failed, how, and why as far as it is known."""
+    who = f"rank {failure.rank} on {failure.node_id}"
+    text = f"{who} {describe_end(failure.end)}"
+    return f"{text}: {failure.message}" if failure.message else text

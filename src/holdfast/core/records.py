@@ -1,0 +1,224 @@
+"""What was decided, in the past tense: the journal's contents. Replaying them rebuilds the job.
+
+A record says when (`at`), and those that come from a choice say why. The soft ones are evolved like the
+others but never journaled: they describe connections, which do not outlive the master that has them.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal
+
+import msgspec
+
+from holdfast.core.events import NodeInfo
+from holdfast.core.faults import Failure
+from holdfast.core.settings import Settings
+from holdfast.core.views import View
+
+
+class Outcome(StrEnum):
+    """How a job ended."""
+
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+class Strategy(StrEnum):
+    """How an incident is handled. Words of the ladder; see strategy.py."""
+
+    RESTART = "restart"
+    WAIT = "wait"
+    EXIT = "exit"
+
+
+IncidentKind = Literal["worker", "node", "planned"]
+"""A worker failed; a node went; or nothing is wrong and the membership changes by request."""
+
+
+class JobCreated(msgspec.Struct, frozen=True, kw_only=True, tag="job-created"):
+    at: float
+    job_id: str
+    settings: Settings
+
+
+class TermBegan(msgspec.Struct, frozen=True, kw_only=True, tag="term-began"):
+    """A master took the job over; its orders outrank those of every term before."""
+
+    at: float
+    term: int
+
+
+class NodeJoined(msgspec.Struct, frozen=True, kw_only=True, tag="node-joined"):
+    at: float
+    node_id: str
+    incarnation: str
+    info: NodeInfo
+
+
+class NodeLost(msgspec.Struct, frozen=True, kw_only=True, tag="node-lost"):
+    at: float
+    node_id: str
+    incarnation: str
+    certain: bool
+    """Whether its life is known to have ended, or it may live on behind a partition."""
+    why: str
+
+
+class NodeDraining(msgspec.Struct, frozen=True, kw_only=True, tag="node-draining"):
+    at: float
+    node_id: str
+    incarnation: str
+    signal: int
+    why: str
+
+
+class NodeLeft(msgspec.Struct, frozen=True, kw_only=True, tag="node-left"):
+    at: float
+    node_id: str
+    incarnation: str
+
+
+class GatheringBegan(msgspec.Struct, frozen=True, kw_only=True, tag="gathering-began"):
+    at: float
+    deadline: float
+    why: str
+
+
+class ViewFormed(msgspec.Struct, frozen=True, kw_only=True, tag="view-formed"):
+    at: float
+    view: View
+    why: str
+
+
+class NodeStarted(msgspec.Struct, frozen=True, kw_only=True, tag="node-started"):
+    """All workers of a node run in the view."""
+
+    at: float
+    node_id: str
+    view: int
+    pids: tuple[int, ...]
+
+
+class WorkerDone(msgspec.Struct, frozen=True, kw_only=True, tag="worker-done"):
+    at: float
+    node_id: str
+    view: int
+    local_rank: int
+
+
+class WorkerLost(msgspec.Struct, frozen=True, kw_only=True, tag="worker-lost"):
+    at: float
+    failure: Failure
+    late: bool
+    """Of a view that is over: evidence for the open incident, not a new fault."""
+
+
+class IncidentOpened(msgspec.Struct, frozen=True, kw_only=True, tag="incident-opened"):
+    at: float
+    number: int
+    view: int
+    kind: IncidentKind
+    cause: str
+
+
+class IncidentDecided(msgspec.Struct, frozen=True, kw_only=True, tag="incident-decided"):
+    at: float
+    number: int
+    view: int
+    """The view whose trouble it is about: a fault during a recovery is decided anew, in a later view."""
+    kind: IncidentKind
+    cause: str
+    strategy: Strategy
+    counted: bool
+    """Whether it uses up one of the restarts."""
+    why: str
+
+
+class IncidentClosed(msgspec.Struct, frozen=True, kw_only=True, tag="incident-closed"):
+    """The receipt: when each phase was reached, on the master's clock but for `happened_at`."""
+
+    at: float
+    number: int
+    kind: IncidentKind
+    cause: str
+    strategy: Strategy
+    happened_at: float
+    detected_at: float
+    decided_at: float
+    rebuilt_at: float
+    view_before: int
+    view_after: int
+    restarts_used: int
+    collateral: int
+    """How many failures were folded under the cause."""
+
+
+class JobFinished(msgspec.Struct, frozen=True, kw_only=True, tag="job-finished"):
+    at: float
+    outcome: Outcome
+    exit_code: int
+    why: str
+    cause: Failure | None = None
+
+
+class LinkLost(msgspec.Struct, frozen=True, kw_only=True, tag="link-lost"):
+    at: float
+    node_id: str
+    deadline: float
+
+
+class LinkRestored(msgspec.Struct, frozen=True, kw_only=True, tag="link-restored"):
+    at: float
+    node_id: str
+
+
+class StoreReady(msgspec.Struct, frozen=True, kw_only=True, tag="store-ready"):
+    at: float
+    node_id: str
+    port: int
+
+
+class NodeRefused(msgspec.Struct, frozen=True, kw_only=True, tag="node-refused"):
+    at: float
+    node_id: str
+    incarnation: str
+    why: str
+    retry_after_s: float | None
+    """None: coming back will not help."""
+    rejoin: bool = False
+    """This life was declared lost: end its workers and come back as a new one."""
+    holder: str = ""
+    """The incarnation that holds the id, and its process, so that a newcomer on its machine can look for it."""
+    holder_pid: int = 0
+    holder_machine_id: str = ""
+    holder_boot_id: str = ""
+
+
+DurableRecord = (
+    JobCreated
+    | TermBegan
+    | NodeJoined
+    | NodeLost
+    | NodeDraining
+    | NodeLeft
+    | GatheringBegan
+    | ViewFormed
+    | NodeStarted
+    | WorkerDone
+    | WorkerLost
+    | IncidentOpened
+    | IncidentDecided
+    | IncidentClosed
+    | JobFinished
+)
+SoftRecord = LinkLost | LinkRestored | StoreReady | NodeRefused
+Record = DurableRecord | SoftRecord
+
+SOFT_RECORDS = (LinkLost, LinkRestored, StoreReady, NodeRefused)
+
+
+def is_durable(record: Record) -> bool:
+    """Whether the record belongs in the journal."""
+    return not isinstance(record, SOFT_RECORDS)

@@ -1,0 +1,74 @@
+"""The contract between the core and its driver (the master, a test, a simulator).
+
+    1. collect events; the clock is the driver's
+    2. `transact(job, events, now)` decides, evolves, and concludes until nothing more follows
+    3. append the durable records to the journal; if that fails, stop: memory is ahead of disk
+    4. only then let the orders and everything else out
+    5. come back at `next_deadline(job)`, with no events, or earlier with some
+
+`begin` opens a term: the first one creates the job, later ones take it over as the journal left it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from holdfast.core import records as r
+from holdfast.core.conclude import conclude
+from holdfast.core.decide import decide
+from holdfast.core.events import Event
+from holdfast.core.evolve import evolve
+from holdfast.core.orders import Addressed, orders
+from holdfast.core.settings import Settings
+from holdfast.core.state import Job
+
+CONCLUSIONS_MAX = 100_000
+"""More than this in one transaction means that the policy goes round in circles: a bug."""
+
+
+class Transaction(msgspec.Struct, frozen=True):
+    """What came of a batch of events."""
+
+    records: list[r.Record]
+    orders: list[Addressed]
+
+
+def transact(job: Job, events: Iterable[Event], now: float) -> Transaction:
+    """Take the events in, all of them before anything is concluded: a complete picture decides better."""
+    done = Transaction([], [])
+    for event in events:
+        for record in decide(job, event, now):
+            _apply(job, record, done)
+    for _ in range(CONCLUSIONS_MAX):
+        conclusion = conclude(job, now)
+        if conclusion is None:
+            return done
+        _apply(job, conclusion, done)
+    raise AssertionError("the policy does not come to an end")
+
+
+def begin(job: Job, job_id: str, settings: Settings, now: float) -> Transaction:
+    """Open the next term of a job, creating the job in its first."""
+    done = Transaction([], [])
+    if job.term == 0:
+        _apply(job, r.JobCreated(at=now, job_id=job_id, settings=settings), done)
+        deadline = now + settings.join_timeout_s
+        _apply(job, r.GatheringBegan(at=now, deadline=deadline, why="waiting for nodes"), done)
+    _apply(job, r.TermBegan(at=now, term=job.term + 1), done)
+    return done
+
+
+def replay(records: Iterable[r.Record]) -> Job:
+    """The job as its journal tells it."""
+    job = Job()
+    for record in records:
+        evolve(job, record)
+    return job
+
+
+def _apply(job: Job, record: r.Record, done: Transaction) -> None:
+    evolve(job, record)
+    done.records.append(record)
+    done.orders.extend(orders(job, record))
