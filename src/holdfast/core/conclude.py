@@ -2,7 +2,8 @@
 happened, so that a restarted master goes on from its journal by asking the same question.
 
 `conclude` returns the next record, or None when there is nothing to do until something happens or
-`next_deadline` comes. A driver evolves the record and asks again.
+`next_deadline` comes. A driver evolves the record and asks again. A deadline is always still to come: whatever it
+waits for, `conclude` acts on it when it is there, so that a driver neither sleeps for ever nor spins.
 
 In order, the first that applies:
 
@@ -25,7 +26,7 @@ import heapq
 from holdfast.core import records as r
 from holdfast.core import strategy
 from holdfast.core.faults import describe, is_collateral, root_cause
-from holdfast.core.state import Finished, Gathering, Incident, Job, Left, Node, Unlinked
+from holdfast.core.state import Finished, Gathering, Incident, Job, Left, Lost, Node, Unlinked
 from holdfast.core.views import Candidate, Member, View, assign_group_ranks, choose, seat_members
 
 EXIT_FAILED = 1
@@ -56,14 +57,17 @@ def next_deadline(job: Job) -> float | None:
     if isinstance(job.phase, Finished):
         return None
     deadlines = [n.link.deadline for n in job.nodes.values() if n.alive and isinstance(n.link, Unlinked)]
+    if _verdict_is_out(job):
+        return min(deadlines)  # nothing else is concluded before
     if isinstance(job.phase, Gathering):
-        deadlines.append(job.phase.deadline)
-        if (settled_at := _settled_at(job, job.phase.since)) is not None:
-            deadlines.append(settled_at)
+        settled_at = _settled_at(job, job.phase.since)
+        deadlines.append(job.phase.deadline if settled_at is None else settled_at)
+    elif job.incident and _decided(job):
+        deadlines.append(_storeless_until(job, job.incident))
+    elif job.failed:
+        deadlines.append(job.failing_since + job.settings.collect_window_s)
     elif (due_at := strategy.newcomers_due_at(job)) is not None:
         deadlines.append(due_at)
-    if job.failed and not _decided(job):
-        deadlines.append(job.failing_since + job.settings.collect_window_s)
     return min(deadlines, default=None)
 
 
@@ -96,35 +100,42 @@ def _while_gathering(job: Job, phase: Gathering, now: float) -> r.Record | None:
         return None
     eligible = [n for n in job.nodes.values() if n.eligible]
     settled_at = _settled_at(job, phase.since)
-    if len(eligible) >= job.settings.nodes_max or (settled_at is not None and settled_at <= now):
+    if settled_at is not None:
+        if len(eligible) < job.settings.nodes_max and now < settled_at:
+            return None
         return _form_view(job, eligible, now, f"{len(eligible)} nodes are here")
-    if phase.deadline <= now:
-        why = (
-            f"waited {now - phase.since:.0f} s for {job.settings.nodes_min} nodes, {len(eligible)} came:"
-            " start the missing ones, lower the minimum of --nnodes, or raise join_timeout in --rdzv-conf"
-        )
-        return r.JobFinished(at=now, outcome=r.Outcome.FAILED, exit_code=EXIT_NODES_MISSING, why=why)
-    return None
+    if now < phase.deadline:
+        return None
+    if len(eligible) >= job.settings.nodes_min:
+        return _storeless(phase.since, now)
+    why = (
+        f"waited {now - phase.since:.0f} s for {job.settings.nodes_min} nodes, {len(eligible)} came:"
+        " start the missing ones, lower the minimum of --nnodes, or raise join_timeout in --rdzv-conf"
+    )
+    return r.JobFinished(at=now, outcome=r.Outcome.FAILED, exit_code=EXIT_NODES_MISSING, why=why)
 
 
 def _settled_at(job: Job, since: float) -> float | None:
-    """When the minimum has been there for the settling time; None while it is not there."""
-    joined = heapq.nsmallest(job.settings.nodes_min, (n.joined_at for n in job.nodes.values() if n.eligible))
-    if len(joined) < job.settings.nodes_min:
+    """When the minimum, with a store to meet at, has been there for the settling time; None while it is not there."""
+    eligible = [n for n in job.nodes.values() if n.eligible]
+    if len(eligible) < job.settings.nodes_min or not _store_among(job, eligible):
         return None
+    joined = heapq.nsmallest(job.settings.nodes_min, (n.joined_at for n in eligible))
     return max(joined[-1], since) + job.settings.settle_s
 
 
 def _stopped(job: Job, now: float) -> r.JobFinished | None:
-    """The job ends when its last nodes were told to go: there is nobody left to wait with."""
-    if any(n.alive for n in job.nodes.values()):
+    """The job ends when the last node to go was told to: there is nobody left to wait with, and nobody to wait for.
+    One that was lost may come back, whoever left before it."""
+    ended = [n.standing for n in job.nodes.values() if isinstance(n.standing, Lost | Left)]
+    if not ended or len(ended) < len(job.nodes):
         return None
-    signals = [n.standing.signal for n in job.nodes.values() if isinstance(n.standing, Left)]
+    last_at = max(standing.at for standing in ended)
+    signals = [standing.signal for standing in ended if isinstance(standing, Left) and standing.at == last_at]
     if not signals:
         return None
-    code = EXIT_SIGNAL_BASE + max(signals)
-    why = "every node left by request"
-    return r.JobFinished(at=now, outcome=r.Outcome.STOPPED, exit_code=code, why=why)
+    code = EXIT_SIGNAL_BASE + max(signals) if any(signals) else EXIT_FAILED
+    return r.JobFinished(at=now, outcome=r.Outcome.STOPPED, exit_code=code, why="the last node left by request")
 
 
 # --- trouble
@@ -151,7 +162,7 @@ def _while_troubled(job: Job, view: View, trouble: strategy.Trouble, now: float)
             counted=choice.counted,
             why=choice.why,
         )
-    return _act(job, incident, now)
+    return _act(job, incident, trouble, now)
 
 
 def _decided(job: Job) -> bool:
@@ -168,7 +179,7 @@ def _incomplete(job: Job, now: float) -> bool:
     return only_collateral and waiting and not strategy.members_gone(job)
 
 
-def _act(job: Job, incident: Incident, now: float) -> r.Record | None:
+def _act(job: Job, incident: Incident, trouble: strategy.Trouble, now: float) -> r.Record | None:
     if incident.strategy is r.Strategy.EXIT:
         cause = root_cause(job.failed.values())
         why = f"{describe(cause)}; {incident.why}" if cause else incident.why
@@ -177,10 +188,21 @@ def _act(job: Job, incident: Incident, now: float) -> r.Record | None:
         )
     eligible = [n for n in job.nodes.values() if n.eligible]
     if len(eligible) >= job.settings.nodes_min:
-        return _form_view(job, eligible, now, incident.cause)
+        if formed := _form_view(job, eligible, now, trouble.text):
+            return formed
+        return _storeless(incident.decided_at, now) if _storeless_until(job, incident) <= now else None
     deadline = now + job.settings.join_timeout_s
     why = f"{len(eligible)} of at least {job.settings.nodes_min} nodes are left"
     return r.GatheringBegan(at=now, deadline=deadline, why=why)
+
+
+def _storeless_until(job: Job, incident: Incident) -> float:
+    return incident.decided_at + job.settings.join_timeout_s
+
+
+def _storeless(since: float, now: float) -> r.JobFinished:
+    why = f"no node offered a port for the workers' store in {now - since:.0f} s: look for errors in the agents' logs"
+    return r.JobFinished(at=now, outcome=r.Outcome.FAILED, exit_code=EXIT_NODES_MISSING, why=why)
 
 
 def _close(job: Job, incident: Incident, view: View, now: float) -> r.IncidentClosed:
@@ -205,10 +227,21 @@ def _close(job: Job, incident: Incident, view: View, now: float) -> r.IncidentCl
 # --- forming a view
 
 
+def _store_among(job: Job, eligible: list[Node]) -> bool:
+    """Whether one of those who would take part has a store to offer."""
+    if len(eligible) <= job.settings.nodes_max:
+        return any(n.store_port for n in eligible)
+    return any(job.nodes[c.node_id].store_port for c in _chosen(job, eligible))
+
+
+def _chosen(job: Job, eligible: list[Node]) -> list[Candidate]:
+    candidates = [_candidate(node, job.members.get(node.node_id)) for node in eligible]
+    return choose(candidates, job.settings.nodes_max)
+
+
 def _form_view(job: Job, eligible: list[Node], now: float, why: str) -> r.ViewFormed | None:
     """The next view; None until some member has a store to offer."""
-    candidates = [_candidate(node, job.members.get(node.node_id)) for node in eligible]
-    members = seat_members(assign_group_ranks(choose(candidates, job.settings.nodes_max)))
+    members = seat_members(assign_group_ranks(_chosen(job, eligible)))
     host = next((m.node_id for m in members if job.nodes[m.node_id].store_port), None)
     if host is None:
         return None

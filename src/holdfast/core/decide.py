@@ -50,7 +50,7 @@ def decide(job: Job, event: e.Event, now: float) -> list[r.Record]:
         case e.WorkerFailed():
             return _worker_failed(job, event, now)
         case e.StoreOffered(node_id=node_id, incarnation=incarnation, port=port):
-            return [r.StoreReady(at=now, node_id=node_id, port=port)] if job.live(node_id, incarnation) else []
+            return _offer(job, node_id, incarnation, port, now) if job.live(node_id, incarnation) else []
         case e.NodeLeaving(node_id=node_id, incarnation=incarnation, signal=signal, why=why):
             node = job.live(node_id, incarnation)
             if node is None or isinstance(node.standing, Draining):
@@ -70,7 +70,7 @@ def _in_current_view(job: Job, node_id: str, incarnation: str, view: int) -> boo
     if not isinstance(job.phase, Serving) or job.view is None or job.view.number != view:
         return False
     member = job.members.get(node_id)
-    return member is not None and member.incarnation == incarnation
+    return member is not None and member.incarnation == incarnation and job.live(node_id, incarnation) is not None
 
 
 def _worker_failed(job: Job, event: e.WorkerFailed, now: float) -> list[r.Record]:
@@ -99,10 +99,16 @@ def _lost(node_id: str, incarnation: str, now: float, certain: bool, why: str) -
 def _hello(job: Job, hello: e.Hello, now: float) -> list[r.Record]:
     old = job.nodes.get(hello.node_id)
     if old and old.incarnation == hello.incarnation:
-        return _same_life(old, hello, now)
+        return _same_life(job, old, hello, now)
     if isinstance(job.phase, Finished):
         finished = job.phase.record
         return [_refuse(hello, now, f"job {job.job_id} has already {finished.outcome.value}: {finished.why}")]
+    if hello.term > job.term:
+        why = (
+            f"{hello.node_id} has followed a newer master (term {hello.term}) than this one (term {job.term}): this"
+            " master's journal is an old copy; restore the newest one"
+        )
+        return [_refuse(hello, now, why)]
     if mismatch := _mismatch(job, hello):
         return [_refuse(hello, now, mismatch)]
     if old is None:
@@ -110,16 +116,22 @@ def _hello(job: Job, hello: e.Hello, now: float) -> list[r.Record]:
     return _next_life(job, old, hello, now)
 
 
-def _same_life(node: Node, hello: e.Hello, now: float) -> list[r.Record]:
+def _same_life(job: Job, node: Node, hello: e.Hello, now: float) -> list[r.Record]:
     if not node.alive:
         why = f"{node.node_id} was declared gone and the job went on without it"
         if isinstance(node.standing, Lost):
             why = f"{node.node_id} was declared lost ({node.standing.why}) and the job went on without it"
         return [_refuse(hello, now, why, retry_after_s=0.0, rejoin=True)]
-    restored: list[r.Record] = [r.LinkRestored(at=now, node_id=node.node_id)]
-    if hello.store_port:
-        restored.append(r.StoreReady(at=now, node_id=node.node_id, port=hello.store_port))
-    return restored
+    restored = r.LinkRestored(at=now, node_id=node.node_id)
+    return [restored, *_offer(job, node.node_id, node.incarnation, hello.store_port, now)]
+
+
+def _offer(job: Job, node_id: str, incarnation: str, port: int, now: float) -> list[r.Record]:
+    """A store serves one view only: an offer made before the view in force took it up says nothing new."""
+    taken = 0
+    if job.view and job.view.store_node_id == node_id and _in_current_view(job, node_id, incarnation, job.view.number):
+        taken = job.view.store_port
+    return [r.StoreReady(at=now, node_id=node_id, port=port)] if port not in (0, taken) else []
 
 
 def _take_in(hello: e.Hello, now: float) -> list[r.Record]:
@@ -137,7 +149,8 @@ def _next_life(job: Job, old: Node, hello: e.Hello, now: float) -> list[r.Record
         return [_lost(old.node_id, old.incarnation, now, True, why), *_take_in(hello, now)]
     match old.standing, old.link:
         case (Present() | Draining()), Unlinked(deadline=deadline):
-            return [_refuse_for(old, hello, now, "lost its connection a moment ago", deadline - now)]
+            remaining_s = max(deadline - now, 0.0)
+            return [_refuse_for(old, hello, now, "lost its connection a moment ago", remaining_s)]
         case (Present() | Draining()), Linked():
             return [_refuse_for(old, hello, now, "is alive and connected", None)]
         case Lost(at=at, certain=False), _ if not _known_dead(old, hello):
@@ -155,6 +168,8 @@ def _known_dead(old: Node, hello: e.Hello) -> bool:
 
 def _mismatch(job: Job, hello: e.Hello) -> str:
     spec, settings = hello.spec, job.settings
+    if hello.info.workers < 1:
+        return f"the agent would run {hello.info.workers} workers: give --nproc-per-node 1 or more"
     if spec.run_id and spec.run_id != job.job_id:
         return (
             f"this master runs job {job.job_id}, the agent wants {spec.run_id}: give the same --rdzv-id on every"
@@ -177,7 +192,7 @@ def _refuse_for(old: Node, hello: e.Hello, now: float, state: str, retry_after_s
     remedy = (
         "give this node another --node-id (or --node-rank), or end the other one first"
         if retry_after_s is None
-        else f"it can be had in {max(retry_after_s, 0.0):.1f} s, or at once when the old life is known to be dead"
+        else f"it can be had in {retry_after_s:.1f} s, or at once when the old life is known to be dead"
     )
     why = f"node {old.node_id} {state} (process {old.info.pid} on {old.info.host}): {remedy}"
     return _refuse(hello, now, why, retry_after_s=retry_after_s, holder=old)

@@ -19,6 +19,8 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     workers: int
     role: str = "default"
     requested_rank: int | None = None
+    log_dir: str = ""
+    """Where its workers' output is kept: <log_dir>/attempt_<view - 1>/<local rank>/."""
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True):

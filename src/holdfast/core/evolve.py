@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import assert_never
 
+import msgspec
+
 from holdfast.core import records as r
 from holdfast.core.invariants import check_after
 from holdfast.core.state import (
@@ -22,6 +24,8 @@ from holdfast.core.state import (
     Serving,
     Unlinked,
 )
+
+SEVERITY: tuple[r.IncidentKind, ...] = ("planned", "node", "worker")
 
 
 def evolve(job: Job, record: r.Record) -> None:
@@ -79,9 +83,12 @@ def _apply(job: Job, record: r.Record) -> None:
 
 
 def _begin_term(job: Job, record: r.TermBegan) -> None:
-    """A new master knows no connection yet: every node has until the silence timeout to come back."""
+    """A new master knows no connection yet: every node has until the silence timeout to come back, also if the
+    time for gathering ran out while there was no master to come to."""
     job.term = record.term
     deadline = record.at + job.settings.silence_timeout_s
+    if isinstance(job.phase, Gathering):
+        job.phase = msgspec.structs.replace(job.phase, deadline=max(job.phase.deadline, deadline))
     for node in job.nodes.values():
         node.store_port = 0
         if node.alive:
@@ -159,8 +166,10 @@ def _open_incident(job: Job, record: r.IncidentOpened) -> None:
 def _decide_incident(job: Job, record: r.IncidentDecided) -> None:
     incident = job.incident
     assert incident is not None, "decided without an open incident"
+    first = incident.strategy is None
     incident.decided_view, incident.decided_at = record.view, record.at
     incident.strategy, incident.why = record.strategy, record.why
-    if incident.kind != "worker":  # a failure stays the cause, whatever else breaks later
+    worse = SEVERITY.index(record.kind) > SEVERITY.index(incident.kind)
+    if first or worse:  # before the first decision the cause was a guess; after it, only something worse is news
         incident.kind, incident.cause = record.kind, record.cause
     job.restarts_used += record.counted

@@ -12,6 +12,8 @@ errors whose cause nobody can name; a node that is lost, leaves or joins does no
 
 from __future__ import annotations
 
+from itertools import chain
+
 import msgspec
 
 from holdfast.core.faults import describe, is_collateral, root_cause
@@ -84,14 +86,25 @@ def members_gone(job: Job) -> list[tuple[str, bool]]:
 
 
 def newcomers(job: Job) -> list[Node]:
-    """Nodes for which the view in force has room, in the order in which they came."""
+    """Nodes for which the view in force has room, in the order in which they came; none while they must wait."""
     if job.view is None or not isinstance(job.phase, Serving):
         return []
     room = job.settings.nodes_max - len(job.view.members)
     if room <= 0 or job.done:
         return []  # nobody is restarted for a newcomer once workers have finished
+    if job.incident and job.incident.kind != "planned":
+        return []  # one thing at a time
     waiting = [n for n in job.nodes.values() if n.eligible and n.node_id not in job.members]
-    return sorted(waiting, key=lambda n: n.join_order)[:room]
+    first = sorted(waiting, key=lambda n: n.join_order)[:room]
+    return first if first and _can_grow(job, first) else []
+
+
+def _can_grow(job: Job, waiting: list[Node]) -> bool:
+    """A change nobody needs waits for verdicts and for a store, so that once begun it goes through."""
+    if any(n.doubtful for n in job.nodes.values()):
+        return False
+    members = (n for n in job.nodes.values() if n.eligible and n.node_id in job.members)
+    return any(n.store_port for n in chain(waiting, members))
 
 
 def newcomers_due_at(job: Job) -> float | None:
@@ -106,9 +119,8 @@ def newcomers_due_at(job: Job) -> float | None:
 
 
 def _due_newcomers(job: Job, now: float) -> list[Node]:
-    recovering = job.incident is not None and job.incident.kind != "planned"
     due_at = newcomers_due_at(job)
-    return newcomers(job) if due_at is not None and due_at <= now and not recovering else []
+    return newcomers(job) if due_at is not None and due_at <= now else []
 
 
 def _listed(texts: list[str], shown_max: int = 3) -> str:

@@ -64,7 +64,7 @@ def assign_group_ranks(chosen: Sequence[Candidate]) -> list[Candidate]:
     waiting: list[Candidate] = []
 
     def seat(candidate: Candidate, rank: int | None) -> None:
-        if rank is not None and rank < size and seats[rank] is None:
+        if rank is not None and 0 <= rank < size and seats[rank] is None:
             seats[rank] = candidate
         else:
             waiting.append(candidate)
@@ -75,7 +75,7 @@ def assign_group_ranks(chosen: Sequence[Candidate]) -> list[Candidate]:
     for candidate in sorted(chosen, key=lambda c: c.join_order):
         if candidate.current_rank is None:
             seat(candidate, candidate.requested_rank)
-    queue = iter(waiting)
+    queue = iter(sorted(waiting, key=lambda c: c.join_order))
     return [seated if seated is not None else next(queue) for seated in seats]
 
 

@@ -1,0 +1,338 @@
+"""The agent: does what the master's last order says, and reports what becomes of it.
+
+Orders name a wanted state (serve this view, hold, exit), so only the newest one counts: the agent works on one
+at a time and then looks again. Everything else runs beside it: the link to the master, the workers' watchers,
+the master's keeper where this node has the master.
+
+Being told to go (SIGTERM, Ctrl-C, any of --signals-to-handle) drains the node: the master hears of it, the
+workers get the same signal and their grace period, and the agent leaves with 128 + the signal's number. A second
+signal ends the workers at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+import msgspec
+import structlog
+
+from holdfast.agent.config import AgentConfig
+from holdfast.agent.crew import Crew
+from holdfast.agent.identity import boot_id, machine_id, new_incarnation, saw_dead
+from holdfast.agent.keeper import EXIT_JOURNAL, MasterFailedError, MasterKeeper
+from holdfast.agent.launcher import Launcher
+from holdfast.agent.logs import WorkerLogs
+from holdfast.agent.memory import MemoryWatch
+from holdfast.agent.ports import StorePorts
+from holdfast.agent.uplink import Uplink
+from holdfast.core.events import Event, Hello, NodeGone, NodeInfo, NodeLeaving, StoreOffered
+from holdfast.core.faults import Failure
+from holdfast.core.orders import Exit, Hold, Order, Refuse, Serve
+from holdfast.core.records import Outcome
+from holdfast.errors import AuthenticationError, HoldfastError
+
+EXIT_REFUSED = 4
+EXIT_NO_MASTER = 5
+TAKE_OVER_AFTER_S = 1.0
+"""How long the master may be away before another agent of its machine looks after it."""
+GOODBYE_S = 3.0
+"""How long a leaving agent waits for the master to take note."""
+MEMORY_SAMPLE_S = 1.0
+WAITING_LINE_S = 10.0
+"""How often an agent that waits says so."""
+
+log = structlog.get_logger("agent")
+
+
+class Result(msgspec.Struct, frozen=True):
+    """How it ended, for the command line to say and to exit with."""
+
+    exit_code: int
+    why: str
+    outcome: Outcome | None = None
+    cause: Failure | None = None
+
+
+class Agent:
+    """One node's agent."""
+
+    def __init__(self, config: AgentConfig, launcher: Launcher) -> None:
+        self._config, self._launcher = config, launcher
+        self._incarnation = new_incarnation()
+        self._dead_lives: tuple[str, ...] = ()
+        self._job_id = config.spec.run_id
+        self._stores = StorePorts(config.address)
+        self._logs = WorkerLogs(config.logs)
+        self._memory = MemoryWatch()
+        self._crew: Crew | None = None
+        self._store_view = 0
+        self._order: Order | None = None
+        self._order_changed = asyncio.Event()
+        self._signal: signal.Signals | None = None
+        self._background: set[asyncio.Task[None]] = set()
+        self._keeping: asyncio.Task[None] | None = None
+        self._keeper = (
+            MasterKeeper(config.master, config.master_host, config.master_port, dict(os.environ))
+            if config.master
+            else None
+        )
+        self._uplink = Uplink(
+            self,
+            self._master_address,
+            token=config.token,
+            tls=config.tls,
+            heartbeat_interval_s=config.heartbeat_interval_s,
+            silence_timeout_s=config.silence_timeout_s,
+        )
+
+    # --- what the link asks of us
+
+    def hello(self) -> Hello:
+        """Who we are and what we do."""
+        config = self._config
+        info = NodeInfo(
+            host=socket.gethostname(),
+            address=config.address,
+            machine_id=machine_id(),
+            boot_id=boot_id(),
+            pid=os.getpid(),
+            workers=config.workers,
+            role=config.role,
+            requested_rank=config.requested_rank,
+            log_dir=str(config.logs.run_dir),
+        )
+        return Hello(
+            node_id=config.node_id,
+            incarnation=self._incarnation,
+            info=info,
+            spec=msgspec.structs.replace(config.spec, run_id=self._job_id),
+            store_port=self._stores.offer(),
+            serving=self._crew.view if self._crew else 0,
+            term=self._uplink.term,
+            dead_lives=self._dead_lives,
+        )
+
+    def obey(self, order: Order) -> None:
+        """Take an order; the newest one counts."""
+        self._order = order
+        self._order_changed.set()
+
+    def _master_address(self) -> tuple[str, int]:
+        return self._config.master_host, self._keeper.port if self._keeper else self._config.master_port
+
+    # --- the life of an agent
+
+    async def run(self) -> Result:
+        """From the first connection to the end of the job, or of this node's part in it."""
+        loop = asyncio.get_running_loop()
+        for handled in self._config.signals:
+            loop.add_signal_handler(handled, self._on_signal, handled)
+        if self._keeper:
+            try:
+                await self._keeper.start()
+            except MasterFailedError as error:
+                return Result(EXIT_JOURNAL, str(error))
+            self._keeping = self._beside(self._keeper.keep())
+        link = asyncio.create_task(self._uplink.run())
+        self._beside(self._sample_memory())
+        self._beside(self._look_after_master())
+        orders = asyncio.create_task(self._work())
+        try:
+            await asyncio.wait({link, orders}, return_when=asyncio.FIRST_COMPLETED)
+            return orders.result() if orders.done() else _refused(link)
+        finally:
+            await self._close(link, orders)
+
+    async def _close(self, *tasks: asyncio.Task[Any]) -> None:
+        for task in (*tasks, *self._background):
+            task.cancel()
+        await asyncio.gather(*tasks, *self._background, return_exceptions=True)
+        if self._crew:
+            await self._crew.stop(0.0, signal.SIGKILL)
+        await self._logs.drain()
+        self._logs.close()
+        self._stores.close()
+        await self._launcher.close()
+        if self._keeper and self._keeper.owned:
+            await self._keeper.stop(GOODBYE_S)
+
+    def _beside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        task.add_done_callback(_log_bugs)
+        return task
+
+    async def _work(self) -> Result:
+        while True:
+            await self._order_changed.wait()
+            self._order_changed.clear()
+            if self._signal is not None:
+                return await self._leave(self._signal)
+            result = await self._do(self._order)
+            if result is not None:
+                return result
+
+    async def _do(self, order: Order | None) -> Result | None:
+        match order:
+            case Serve() if self._crew is None or self._crew.view != order.view:
+                await self._serve(order)
+            case Hold(job_id=job_id, why=why):
+                self._job_id = job_id
+                await self._stop_crew(self._config.restart_grace_s)
+                log.info(f"holding: {why}")
+            case Exit():
+                await self._stop_crew(self._config.shutdown_timeout_s)
+                return Result(order.exit_code, order.why, order.outcome, order.cause)
+            case Refuse():
+                return await self._refused(order)
+            case _:
+                pass
+        return None
+
+    async def _serve(self, order: Serve) -> None:
+        self._job_id = order.job_id
+        await self._stop_crew(self._config.restart_grace_s)
+        if order.store_here:
+            self._open_store(order)
+        self._crew = Crew(
+            self._config, self._incarnation, order, self._launcher, self._logs, self._memory, self._uplink.report
+        )
+        await self._crew.start()
+
+    def _open_store(self, order: Serve) -> None:
+        listener = self._stores.take(order.store_port)
+        if listener is None:
+            log.error(f"view {order.view} asks for a store on port {order.store_port}, which is not on offer here")
+            return
+        self._beside(self._launcher.open_store(order.view, order.store_host, listener))
+        if self._store_view:
+            self._beside(self._launcher.close_store(self._store_view))
+        self._store_view = order.view
+        self._report(
+            StoreOffered(
+                node_id=self._config.node_id, incarnation=self._incarnation, port=self._stores.offer()
+            )
+        )
+
+    def _report(self, event: Event) -> None:
+        self._uplink.report(event)
+
+    async def _stop_crew(self, grace_s: float, with_signal: int = signal.SIGTERM) -> None:
+        if self._crew:
+            await self._crew.stop(grace_s, with_signal)
+            self._crew = None
+            await self._logs.drain()
+        self._launcher.reap_orphans({self._keeper.process_id} if self._keeper else set())
+
+    # --- going
+
+    def _on_signal(self, received: signal.Signals) -> None:
+        if self._signal is not None and self._crew:
+            self._crew.kill()
+        if self._signal is not None and self._keeper and self._keeper.owned and not self._crew:
+            os.kill(self._keeper.process_id, signal.SIGTERM)
+        if self._signal is None:
+            self._signal = received
+            self._report(
+                NodeLeaving(
+                    node_id=self._config.node_id,
+                    incarnation=self._incarnation,
+                    signal=int(received),
+                    why=f"its agent got {received.name}",
+                )
+            )
+        self._order_changed.set()
+
+    async def _leave(self, received: signal.Signals) -> Result:
+        log.info(f"got {received.name}: stopping this node's workers, at most {self._config.shutdown_timeout_s:.0f} s")
+        await self._stop_crew(self._config.shutdown_timeout_s, received)
+        self._report(NodeGone(node_id=self._config.node_id, incarnation=self._incarnation))
+        try:
+            async with asyncio.timeout(GOODBYE_S):
+                await self._uplink.drained()
+        except TimeoutError:
+            log.warning("the master did not take note of the goodbye; leaving all the same")
+        if self._keeper and self._keeper.owned:
+            await self._host_to_the_end()
+        return Result(128 + int(received), f"ended by {received.name}", Outcome.STOPPED)
+
+    async def _host_to_the_end(self) -> None:
+        """The job may go on elsewhere: whoever has its master stays for it."""
+        assert self._keeping is not None
+        await asyncio.wait({self._keeping}, timeout=GOODBYE_S)
+        if not self._keeping.done():
+            log.warning("other nodes go on and this node has the master: staying for it; another signal ends it")
+            await asyncio.wait({self._keeping})
+
+    async def _refused(self, refusal: Refuse) -> Result | None:
+        await self._stop_crew(self._config.restart_grace_s)
+        if refusal.rejoin:
+            log.warning(f"{refusal.why}: coming back as a new life")
+            self._incarnation = new_incarnation()
+            self._uplink.forget_reports()
+        elif refusal.holder and refusal.holder not in self._dead_lives and saw_dead(refusal):
+            self._dead_lives = (*self._dead_lives, refusal.holder)
+        elif refusal.retry_after_s is None:
+            return Result(EXIT_REFUSED, refusal.why)
+        else:
+            log.warning(f"not taken in yet: {refusal.why}")
+            await asyncio.sleep(min(refusal.retry_after_s, 1.0) + 0.01)  # as the master said; less, to hear of news
+        self._uplink.reconnect()
+        return None
+
+    # --- beside
+
+    async def _sample_memory(self) -> None:
+        while True:
+            self._memory.sample()
+            await asyncio.sleep(MEMORY_SAMPLE_S)  # counters of the kernel: there is no event for them
+
+    async def _look_after_master(self) -> None:
+        """While the master is away: say so, take it over if it can be had, give up if it never was there."""
+        said_at = 0.0
+        while True:
+            await asyncio.sleep(TAKE_OVER_AFTER_S)  # nothing waits for this; it only notices a long absence
+            since = self._uplink.unreachable_since
+            away_s = time.monotonic() - since if since is not None else 0.0
+            if away_s < TAKE_OVER_AFTER_S:
+                continue
+            if self._keeper and not self._keeper.owned and self._job_id:
+                await self._keeper.take_over()
+                if self._keeper.owned:
+                    self._keeping = self._beside(self._keeper.keep())
+            if time.monotonic() - said_at > WAITING_LINE_S:
+                said_at = time.monotonic()
+                log.warning(f"the master cannot be reached for {away_s:.0f} s ({self._uplink.trouble}); trying on")
+            if away_s > self._config.join_timeout_s:
+                self._give_up(away_s)
+
+    def _give_up(self, away_s: float) -> None:
+        """Running workers train on without a master; an agent with nothing to run has no reason to stay."""
+        done = self._crew is not None and self._crew.succeeded == self._config.workers
+        if self._crew is not None and not done:
+            return
+        why = f"the master at {self._uplink.trouble or 'its address'} could not be reached for {away_s:.0f} s"
+        code, outcome = (0, Outcome.SUCCEEDED) if done else (EXIT_NO_MASTER, Outcome.FAILED)
+        self.obey(Exit(outcome=outcome, exit_code=code, why=why, cause=None))
+
+
+def _refused(link: asyncio.Task[None]) -> Result:
+    error = link.exception()
+    if isinstance(error, AuthenticationError):
+        return Result(EXIT_REFUSED, str(error))
+    if isinstance(error, HoldfastError):
+        return Result(EXIT_NO_MASTER, str(error))
+    link.result()
+    raise AssertionError("the link ended without a reason")
+
+
+def _log_bugs(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()):
+        log.error(f"{type(error).__name__}: {error}", exc_info=error)

@@ -1,0 +1,315 @@
+"""Why did this worker end? From an exit code and what the worker left behind to a `Failure`.
+
+The evidence, best first:
+
+1. the error file: an exception that reached the top, written by the worker itself (torch's @record, or ours);
+2. the end of stderr: the last Python traceback, or the report of a crash in native code;
+3. the end alone, and the last lines of the log.
+
+A traceback in stderr explains only an end that an exception can bring about. A worker that logged an exception, went
+on and was killed an hour later did not die of it: for a signal that is not a crash's, stderr is shown, not interpreted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from holdfast.agent.logs import WorkerLogFiles, read_tail, tail_lines
+from holdfast.core.faults import (
+    LOG_LINE_CHARS_MAX,
+    LOG_TAIL_LINES_MAX,
+    TRACEBACK_CHARS_MAX,
+    End,
+    Exited,
+    Failure,
+    OutOfMemory,
+    Signalled,
+)
+
+ERROR_FILE_BYTES_MAX = 1_000_000
+STDERR_TAIL_BYTES_MAX = 256 * 1024
+LOG_TAIL_BYTES_MAX = 64 * 1024
+MESSAGE_CHARS_MAX = 500
+EXCEPTION_CHARS_MAX = 200
+
+CRASH_SIGNALS = frozenset(
+    {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGSYS}
+)
+# Since torch 2.3, init_process_group installs an excepthook that puts this before every line.
+RANK_PREFIX = re.compile(r"^\[rank\d+\]:(?: |$)")
+TRACEBACK_HEADER = re.compile(r"^(?:Traceback|  \+ Exception Group Traceback) \(most recent call last\):")
+CHAIN_LINKS = (
+    "The above exception was the direct cause of the following exception:",
+    "During handling of the above exception, another exception occurred:",
+)
+TYPE_LINE = re.compile(r"^(?P<type>[A-Za-z_][\w.<>]*)(?::|$)")
+# The main script's syntax error has no header: it was never called.
+SYNTAX_ERROR = re.compile(r"^(?:SyntaxError|IndentationError|TabError)(?::|$)")
+TERMINATE = re.compile(r"^terminate called (?:after throwing an instance of '(?P<type>[^']+)'|without)")
+FATAL_ERROR = "Fatal Python error: "
+# Where a message of several lines turns into a second traceback (a data loader's, C++'s).
+MESSAGE_END = re.compile(r"\(most recent call (?:last|first)\):|^Exception raised from ")
+
+
+# What another writer puts right after a traceback: the interpreter, another thread, torch's own log.
+OTHER_WRITER = re.compile(
+    r"^(?:Exception ignored in|Exception in thread |Traceback \(|(?:\[rank\d+\]:)?\[?[IWEF]\d{3,4} )"
+)
+
+
+class Finding(NamedTuple):
+    """What is known of an exception."""
+
+    exception: str
+    message: str
+    traceback: str
+    failed_at: float | None = None
+
+
+NOTHING = Finding("", "", "")
+
+
+def examine(
+    exit_code: int,
+    *,
+    node_id: str,
+    view: int,
+    rank: int,
+    local_rank: int,
+    pid: int,
+    ended_at: float,
+    files: WorkerLogFiles,
+    memory_evidence: Callable[[int], str] = lambda pid: "",
+) -> Failure | None:
+    """None for success. `exit_code` is negative for a signal, as subprocess counts; `memory_evidence` is asked only
+    where SIGKILL was the end, because an answer uses up a counted kill (`MemoryWatch.evidence`)."""
+    if exit_code == 0:
+        return None
+    end = find_end(exit_code, pid, memory_evidence)
+    finding = read_error_file(files.error_file, ended_at) or read_stderr(end, files) or NOTHING
+    log_file, log_tail = find_log_tail(files)
+    return Failure(
+        node_id=node_id,
+        view=view,
+        rank=rank,
+        local_rank=local_rank,
+        pid=pid,
+        end=end,
+        failed_at=ended_at if finding.failed_at is None else finding.failed_at,
+        exception=clean(finding.exception)[:EXCEPTION_CHARS_MAX],
+        message=one_line(finding.message, shell_note(exit_code, pid, memory_evidence)),
+        traceback=shorten(clean(finding.traceback).strip("\n"), TRACEBACK_CHARS_MAX),
+        log_tail=log_tail,
+        error_file=files.error_file if Path(files.error_file).is_file() else "",
+        log_file=log_file,
+    )
+
+
+def find_end(exit_code: int, pid: int, memory_evidence: Callable[[int], str]) -> End:
+    """How the process ended; a SIGKILL for lack of memory told apart from any other."""
+    if exit_code > 0:
+        return Exited(exit_code)
+    if exit_code == -signal.SIGKILL and (evidence := memory_evidence(pid)):
+        return OutOfMemory(evidence)
+    return Signalled(-exit_code, signal_name(-exit_code))
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def shell_note(exit_code: int, pid: int, memory_evidence: Callable[[int], str]) -> str:
+    """What a shell means by an exit code above 128 (`--no-python run.sh`)."""
+    number = exit_code - 128
+    if number not in set(signal.Signals):
+        return ""
+    note = f"exit code {exit_code} is 128 + {number}: a shell's word for a command killed by {signal_name(number)}"
+    evidence = memory_evidence(pid) if number == signal.SIGKILL else ""
+    return f"{note}; {evidence}" if evidence else note
+
+
+def read_error_file(path: str, ended_at: float) -> Finding | None:
+    """What the worker wrote about its exception; None if there is no such file or it cannot be made sense of."""
+    try:
+        with Path(path).open("rb") as file:
+            content = json.loads(file.read(ERROR_FILE_BYTES_MAX).decode("utf-8", "replace"))
+    except (OSError, ValueError, RecursionError):
+        return None  # absent, cut short when the process was killed, or not ours
+    message = content.get("message") if isinstance(content, dict) else None
+    if isinstance(message, str):
+        return Finding("", message, "")
+    if not isinstance(message, dict) or not isinstance(message.get("message"), str):
+        return None
+    extra = message.get("extraInfo")
+    return from_record(message["message"], extra if isinstance(extra, dict) else {}, ended_at)
+
+
+def from_record(message: str, extra: dict[str, object], ended_at: float) -> Finding:
+    """The shape that @record writes: the message begins with the exception's type."""
+    found = TYPE_LINE.match(message.partition("\n")[0])
+    exception, callstack = extra.get("exception"), extra.get("py_callstack")
+    return Finding(
+        exception if isinstance(exception, str) and exception else found["type"] if found else "",
+        message,
+        callstack if isinstance(callstack, str) else "",
+        find_time(extra, ended_at),
+    )
+
+
+def find_time(extra: dict[str, object], ended_at: float) -> float:
+    """When the exception was raised: never after the end.
+
+    torch writes whole seconds, rounded down. Taken as it is, such a time would come before that of the failure which
+    caused it; the end of that second is the earliest moment by which it had surely happened.
+    """
+    exact, coarse = as_seconds(extra.get("timestamp_s")), as_seconds(extra.get("timestamp"))
+    if exact is not None:
+        return min(exact, ended_at)
+    return ended_at if coarse is None else min(math.floor(coarse) + 1.0, ended_at)
+
+
+def as_seconds(value: object) -> float | None:
+    try:
+        seconds = float(value) if isinstance(value, str | int | float) else math.nan
+    except (ValueError, OverflowError):
+        return None
+    return seconds if math.isfinite(seconds) and seconds > 0 else None
+
+
+def read_stderr(end: End, files: WorkerLogFiles) -> Finding | None:
+    """The exception or the crash at the end of stderr, if this end can come of one."""
+    lines = read_tail(files.stderr_path, STDERR_TAIL_BYTES_MAX, files.stderr_start_bytes).split("\n")
+    match end:
+        case Exited(code):
+            crash = find_crash(lines) if code > 128 else None
+            return crash or find_traceback(lines)
+        case Signalled(signal.SIGINT):
+            return find_traceback(lines)
+        case Signalled(number) if number in CRASH_SIGNALS:
+            return find_crash(lines)
+        case _:
+            return None
+
+
+def find_crash(lines: list[str]) -> Finding | None:
+    """What C++'s terminate or faulthandler said, whichever came first; the rest of stderr belongs to it."""
+    fatal = last_index(lines, lambda line: line.startswith(FATAL_ERROR))
+    thrown = last_index(lines, lambda line: TERMINATE.match(line) is not None)
+    if thrown is not None and (found := TERMINATE.match(lines[thrown])):
+        what = "".join(lines[thrown + 1 : thrown + 2]).strip().removeprefix("what():").strip()
+        name = (found["type"] or "").rpartition("::")[2]
+        return Finding(name, f"{found['type']}: {what}" if name else lines[thrown], "\n".join(lines[thrown:]))
+    if fatal is not None:
+        return Finding("", lines[fatal], "\n".join(lines[fatal:]))
+    return None
+
+
+def find_traceback(lines: list[str]) -> Finding | None:
+    """The last traceback that ended something, with the chain before it."""
+    bare = [RANK_PREFIX.sub("", line) for line in lines]
+    headers = [index for index, line in enumerate(bare) if is_header(bare, index, line)]
+    if not headers:
+        return find_syntax_error(bare)
+    type_index = find_type_line(bare, headers[-1])
+    if type_index is None:
+        return None
+    stop = find_stop(lines, bare, headers[-1], type_index)
+    message_stop = find_message_stop(bare, type_index, stop)
+    message = "\n".join(line.removeprefix("  | ") for line in bare[type_index:message_stop])
+    found = TYPE_LINE.match(message.partition("\n")[0])
+    start = chain_start(bare, headers)
+    return Finding(found["type"] if found else "", message, "\n".join(bare[start:stop]))
+
+
+def is_header(bare: list[str], index: int, line: str) -> bool:
+    """Whether a traceback begins here; one that the interpreter ignored, as it does while it shuts down, is none."""
+    if not TRACEBACK_HEADER.match(line):
+        return False
+    return not (index and bare[index - 1].startswith("Exception ignored in"))
+
+
+def find_type_line(bare: list[str], header: int) -> int | None:
+    """The first line after the frames: not indented, or in an exception group not indented after its margin."""
+    for index in range(header + 1, len(bare)):
+        line = bare[index].removeprefix("  | ")
+        if line.strip() and not line.startswith(" "):
+            return index
+    return None
+
+
+def find_stop(lines: list[str], bare: list[str], header: int, type_index: int) -> int:
+    """Where the traceback's text ends: at an empty line, where torch's prefix ends, or where another writes."""
+    has_prefix = lines[header] != bare[header]
+    for index in range(type_index + 1, len(bare)):
+        is_foreign = (has_prefix and lines[index] == bare[index]) or OTHER_WRITER.match(bare[index])
+        if is_foreign or not bare[index].strip():
+            return index
+    return len(bare)
+
+
+def find_message_stop(bare: list[str], type_index: int, stop: int) -> int:
+    for index in range(type_index + 1, stop):
+        if MESSAGE_END.search(bare[index]) or bare[index].startswith("  +-"):
+            return index
+    return stop
+
+
+def chain_start(bare: list[str], headers: list[int]) -> int:
+    """Where the chain of exceptions begins that leads to the last one."""
+    start = headers[-1]
+    for header in reversed(headers[:-1]):
+        between = [line for line in bare[header:start] if line.strip()]
+        if between[-1] not in CHAIN_LINKS:
+            break
+        start = header
+    return start
+
+
+def find_syntax_error(bare: list[str]) -> Finding | None:
+    end = last_index(bare, lambda line: SYNTAX_ERROR.match(line) is not None)
+    start = last_index(bare[:end], lambda line: line.startswith('  File "'))
+    if end is None or start is None:
+        return None
+    return Finding(bare[end].partition(":")[0], bare[end], "\n".join(bare[start : end + 1]))
+
+
+def last_index(lines: list[str], is_wanted: Callable[[str], bool]) -> int | None:
+    return next((index for index in reversed(range(len(lines))) if is_wanted(lines[index])), None)
+
+
+def find_log_tail(files: WorkerLogFiles) -> tuple[str, tuple[str, ...]]:
+    """The last lines of stderr, or of stdout if that is where the script wrote; and from which file."""
+    streams = ((files.stderr_path, files.stderr_start_bytes), (files.stdout_path, files.stdout_start_bytes))
+    for path, start_bytes in streams:
+        lines = tail_lines(path, LOG_TAIL_LINES_MAX, LOG_TAIL_BYTES_MAX, start_bytes)
+        if lines:
+            return path, tuple(shorten(line, LOG_LINE_CHARS_MAX, " … ") for line in lines)
+    return files.stderr_path, ()
+
+
+def one_line(*texts: str) -> str:
+    """The texts on one line, each within bounds."""
+    flat = (" ".join(clean(text).split()) for text in texts)
+    return "; ".join(shorten(text, MESSAGE_CHARS_MAX, " … ") for text in flat if text)
+
+
+def shorten(text: str, chars_max: int, mark: str = "\n… cut here …\n") -> str:
+    """Head and tail of a text that is too long: where it began, and what it came to."""
+    if len(text) <= chars_max:
+        return text
+    head = (chars_max - len(mark)) // 2
+    return text[:head] + mark + text[len(text) - (chars_max - len(mark) - head) :]
+
+
+def clean(text: str) -> str:
+    """Without what cannot be encoded: JSON may hold half of a surrogate pair."""
+    return text.encode("utf-8", "replace").decode()

@@ -1,0 +1,160 @@
+"""Keeps the job's master running on this node: started, watched, started again the moment it ends.
+
+A master that cannot use its journal says so and ends with a code of its own; it is tried again, with growing
+pauses, while the workers train on. One that finds its port taken is not needed: another agent of this machine
+keeps it, and this one stands by to take over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+
+import structlog
+
+from holdfast.agent.config import MasterPlan
+from holdfast.errors import HoldfastError
+
+EXIT_JOURNAL = 5
+EXIT_ADDRESS_TAKEN = 6
+LIVED_LONG_S = 2.0
+PAUSE_FIRST_S = 0.1
+PAUSE_MAX_S = 5.0
+READY_TIMEOUT_S = 30.0
+
+log = structlog.get_logger("agent")
+
+
+class MasterFailedError(HoldfastError):
+    """The master could not be started; it has said why on its own log."""
+
+
+class MasterKeeper:
+    """The master's parent."""
+
+    def __init__(self, plan: MasterPlan, host: str, port: int, environment: dict[str, str]) -> None:
+        self._plan, self._host, self.port = plan, host, port
+        self._environment = environment
+        self._process: subprocess.Popen[bytes] | None = None
+        self.owned = False
+        """Whether the master is ours to keep."""
+
+    async def start(self) -> None:
+        """Start it for the first time. Returns with `owned` false if another agent of this machine has it."""
+        code = await self._launch(resume=False)
+        if code is None:
+            self.owned = True
+        elif code != EXIT_ADDRESS_TAKEN or self._plan.required:
+            raise MasterFailedError(f"the master could not be started (exit code {code}); its message is above")
+
+    async def keep(self) -> None:
+        """Until the master ends in peace. Cancel it to stop keeping."""
+        pause_s = PAUSE_FIRST_S
+        while self.owned:
+            started_at = time.monotonic()
+            code = await self._wait()
+            if code == 0:
+                return
+            if time.monotonic() - started_at >= LIVED_LONG_S:
+                pause_s = PAUSE_FIRST_S
+            else:
+                await asyncio.sleep(pause_s)  # it failed at once: trying again at once would only burn a core
+                pause_s = min(pause_s * 2, PAUSE_MAX_S)
+            log.warning(f"the master ended ({_ended(code)}): starting it again; the workers go on")
+            while await self._launch(resume=True) is not None:
+                await asyncio.sleep(pause_s)
+                pause_s = min(pause_s * 2, PAUSE_MAX_S)
+
+    async def take_over(self) -> None:
+        """Keep the master from now on, if nobody else of this machine does."""
+        if not self.owned and await self._launch(resume=True) is None:
+            log.warning("nobody kept the master any more: this agent does now")
+            self.owned = True
+
+    async def stop(self, timeout_s: float) -> None:
+        """Let it end by itself for a while, then end it."""
+        if self._process is None:
+            return
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._wait()
+        except TimeoutError:
+            self._process.terminate()
+            await self._wait()
+
+    @property
+    def process_id(self) -> int:
+        """Of the master, 0 if it is not ours."""
+        return self._process.pid if self._process else 0
+
+    async def _launch(self, *, resume: bool) -> int | None:
+        """Start a master and wait until it listens. Its exit code if it ended instead."""
+        ready_read, ready_write = os.pipe()
+        arguments = [*self._plan.arguments, "--host", self._host, "--port", str(self.port)]
+        arguments += ["--ready-fd", str(ready_write)] + (["--resume"] if resume else [])
+        self._process = subprocess.Popen(  # noqa: ASYNC220  # does not wait for it
+            [sys.executable, "-m", "holdfast", "master", *arguments],
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            pass_fds=(ready_write,),
+            start_new_session=True,  # the terminal's Ctrl-C is for the agent, which tells the master
+        )
+        os.close(ready_write)
+        port = await _read_port(ready_read)
+        if port is None:
+            code = await self._wait()
+            self._process = None
+            return code
+        self.port = port
+        return None
+
+    async def _wait(self) -> int:
+        assert self._process is not None
+        return await _wait_for_exit(self._process)
+
+
+async def _wait_for_exit(process: subprocess.Popen[bytes]) -> int:
+    """By pidfd: no polling, no thread."""
+    pidfd = os.pidfd_open(process.pid) if process.returncode is None else -1
+    if pidfd < 0:
+        return int(process.returncode)
+    try:
+        await _readable(pidfd)
+    finally:
+        os.close(pidfd)
+    return process.wait()
+
+
+async def _read_port(fd: int) -> int | None:
+    """The port the master writes when it listens; None if it ends first."""
+    try:
+        async with asyncio.timeout(READY_TIMEOUT_S):
+            await _readable(fd)
+        text = os.read(fd, 64).decode()
+    except TimeoutError:
+        text = ""
+    finally:
+        os.close(fd)
+    return int(text) if text.strip().isdigit() else None
+
+
+async def _readable(fd: int) -> None:
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
+
+    def now_ready() -> None:
+        if not ready.done():
+            ready.set_result(None)
+
+    loop.add_reader(fd, now_ready)
+    try:
+        await ready
+    finally:
+        loop.remove_reader(fd)
+
+
+def _ended(code: int) -> str:
+    return f"killed by signal {-code}" if code < 0 else f"exit code {code}"

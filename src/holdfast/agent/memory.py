@@ -1,0 +1,211 @@
+"""Did the kernel kill this process because memory ran out?
+
+The kernel tells nobody: the process gets SIGKILL, as from `kill -9`. But before that it counts, in two places:
+
+1. the victim's memory cgroup (`oom_kill`): precise, if the process was seen in that cgroup while it lived.
+   A zombie shows "/" under cgroup v1, and a process may move after its start, hence `sample()`, about once a second;
+2. /proc/vmstat: every such kill on the machine, so only a recent rise says anything about one process.
+
+Each counted kill explains one process. Otherwise a survivor of the first worker's OOM kill that is stopped an hour
+later with `kill -9` would be called out of memory too.
+
+Nothing here raises: files may be absent, unreadable or of another kernel, and then there is no evidence.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+LIVES_MAX = 4096
+# A process of many gigabytes takes seconds to go after it was chosen, and samples come about once a second.
+MACHINE_SAMPLES_KEPT = 5
+# cgroup v1 writes "no limit" as the largest page-aligned number.
+LIMIT_BYTES_MAX = 1 << 60
+
+COUNTER_FILES = ("memory.events.local", "memory.events", "memory.oom_control")
+LIMIT_FILES = ("memory.max", "memory.limit_in_bytes")
+
+
+class Mount(NamedTuple):
+    """Where a cgroup hierarchy is mounted, and which of its directories is shown there."""
+
+    point: Path
+    root: str
+
+
+Mounts = tuple[Mount | None, Mount | None]  # cgroup v2, and v1's memory controller
+
+
+class Group(NamedTuple):
+    """A memory cgroup: its name as the process sees it, its directory, and the mount above which it ends."""
+
+    name: str
+    directory: Path
+    mount: Path
+
+
+@dataclass
+class Life:
+    """What the counters said when this process was first seen, less the kills already explained."""
+
+    group: Group | None
+    group_start: int
+    machine_start: int
+    verdict: str = ""
+
+
+class MemoryWatch:
+    """Evidence that the kernel OOM-killed a process."""
+
+    def __init__(self, proc: Path = Path("/proc")) -> None:
+        self._proc = proc
+        self._mounts = find_mounts(proc)
+        self._lives: dict[int, Life] = {}
+        self._machine_samples = deque([machine_kills(proc)], maxlen=MACHINE_SAMPLES_KEPT)
+
+    def watch(self, pid: int) -> None:
+        """Begin with a process; call it as soon as the process exists."""
+        self._lives.pop(pid, None)
+        while len(self._lives) >= LIVES_MAX:
+            self._lives.pop(next(iter(self._lives)))
+        life = self._lives[pid] = Life(None, 0, machine_kills(self._proc))
+        self._find_group(pid, life)
+
+    def sample(self) -> None:
+        """Look again where the processes are and how many were killed; call it about once a second."""
+        self._machine_samples.append(machine_kills(self._proc))
+        for pid, life in self._lives.items():
+            self._find_group(pid, life)
+
+    def evidence(self, pid: int) -> str:
+        """What speaks for an OOM kill, or "". Ask only about a process that SIGKILL ended: an answer uses up a kill."""
+        life = self._lives.get(pid)
+        if life is None:
+            return ""
+        life.verdict = life.verdict or self._group_evidence(life) or self._machine_evidence(life)
+        return life.verdict
+
+    def forget(self, pid: int) -> None:
+        """The process is gone and examined."""
+        self._lives.pop(pid, None)
+
+    def _find_group(self, pid: int, life: Life) -> None:
+        group = group_of(pid, self._proc, self._mounts)
+        if group is None or group == life.group or (life.group and group.name == "/"):
+            return
+        count = oom_kills(group)
+        if count is not None:
+            life.group, life.group_start = group, count
+
+    def _group_evidence(self, life: Life) -> str:
+        if life.group is None:
+            return ""
+        before, after = life.group_start, oom_kills(life.group) or 0
+        if after <= before:
+            return ""
+        self._use_up_kill(life.group)
+        return f"cgroup {life.group.name}: oom_kill {before} → {after}, {describe_limit(life.group)}"
+
+    def _machine_evidence(self, life: Life) -> str:
+        before, after = max(self._machine_samples[0], life.machine_start), machine_kills(self._proc)
+        if after <= before:
+            return ""
+        self._use_up_kill(None)
+        return f"the machine ran out of memory: /proc/vmstat oom_kill {before} → {after} in the last seconds"
+
+    def _use_up_kill(self, group: Group | None) -> None:
+        self._machine_samples = deque([count + 1 for count in self._machine_samples], MACHINE_SAMPLES_KEPT)
+        for life in self._lives.values():
+            life.machine_start += 1
+            if group is not None and life.group == group:
+                life.group_start += 1
+
+
+def machine_kills(proc: Path) -> int:
+    """How many processes the kernel has OOM-killed since the machine started."""
+    return counter(read(proc / "vmstat"), "oom_kill") or 0
+
+
+def group_of(pid: int, proc: Path, mounts: Mounts) -> Group | None:
+    """The memory cgroup of a process: v1's where memory is a v1 controller (hybrid mounts), else v2's."""
+    unified, legacy = mounts
+    found: Group | None = None
+    for line in read(proc / str(pid) / "cgroup").splitlines():
+        hierarchy, _, rest = line.partition(":")
+        controllers, _, name = rest.partition(":")
+        if legacy and "memory" in controllers.split(","):
+            return locate(name, legacy)
+        if unified and hierarchy == "0" and not controllers:
+            found = locate(name, unified)
+    return found
+
+
+def find_mounts(proc: Path) -> Mounts:
+    """Where cgroup v2 and v1's memory controller are mounted."""
+    unified: Mount | None = None
+    legacy: Mount | None = None
+    for line in read(proc / "self" / "mountinfo").splitlines():
+        left, _, right = line.partition(" - ")
+        place, kind = left.split(" "), right.split(" ")
+        if len(place) < 5 or len(kind) < 3:
+            continue
+        mount = Mount(Path(unescape(place[4])), unescape(place[3]))
+        if kind[0] == "cgroup2":
+            unified = unified or mount
+        elif kind[0] == "cgroup" and "memory" in kind[2].split(","):
+            legacy = legacy or mount
+    return unified, legacy
+
+
+def unescape(field: str) -> str:
+    """A path as mountinfo writes it, where a space is \\040."""
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), field)
+
+
+def locate(name: str, mount: Mount) -> Group:
+    """The directory of a cgroup. In a container without a cgroup namespace the mount shows only a part of the tree."""
+    root = mount.root.rstrip("/")
+    inside = name[len(root) :] if name == root or name.startswith(root + "/") else name
+    return Group(name, mount.point / inside.strip("/"), mount.point)
+
+
+def oom_kills(group: Group) -> int | None:
+    """How many processes of this very cgroup were OOM-killed; None if this kernel does not say."""
+    for file in COUNTER_FILES:
+        count = counter(read(group.directory / file), "oom_kill")
+        if count is not None:
+            return count
+    return None
+
+
+def describe_limit(group: Group) -> str:
+    """The lowest limit on the way up: it is the one that was hit, whichever level set it."""
+    limits: list[int] = []
+    for directory in (group.directory, *group.directory.parents):
+        if directory.is_relative_to(group.mount):
+            texts = (read(directory / file).strip() for file in LIMIT_FILES)
+            limits += [int(text) for text in texts if text.isdecimal() and int(text) < LIMIT_BYTES_MAX]
+    if not limits:
+        return "no limit: the machine ran out of memory"
+    return f"limit {min(limits) / 2**20:.1f}".removesuffix(".0") + " MiB"
+
+
+def counter(text: str, name: str) -> int | None:
+    """The number beside a name in a file of `name number` lines."""
+    for line in text.splitlines():
+        key, _, value = line.partition(" ")
+        if key == name and value.strip().isdecimal():
+            return int(value)
+    return None
+
+
+def read(path: Path) -> str:
+    """A small file of the kernel's, or "" if it cannot be had."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

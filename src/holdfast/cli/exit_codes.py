@@ -1,0 +1,11 @@
+"""What `holdfast run` ends with. Documented in docs/torchrun.md."""
+
+SUCCESS = 0
+WORKER_FAILED = 1
+USAGE = 2
+NODES_MISSING = 3
+REFUSED = 4
+NO_MASTER = 5
+ADDRESS_TAKEN = 6
+"""Only of `holdfast master`: its port is in use."""
+SIGNAL_BASE = 128

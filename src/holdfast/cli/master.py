@@ -1,0 +1,161 @@
+"""`holdfast master`: a job's master by itself. Node 0's agent starts it in the same way."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import structlog
+
+from holdfast.cli import exit_codes
+from holdfast.cli.addresses import is_loopback
+from holdfast.cli.console import set_up_logging
+from holdfast.cli.secrets import find_token
+from holdfast.core.settings import Settings
+from holdfast.core.state import Finished
+from holdfast.core.transact import replay
+from holdfast.errors import JournalError, UsageError, WireError
+from holdfast.journal import SqliteJournal, read_entries
+from holdfast.master.master import Master
+from holdfast.wire.channel import Tls
+
+log = structlog.get_logger("master")
+
+
+def master(argv: list[str]) -> int:
+    """Run a master until its job is over."""
+    options = _parser().parse_args(argv)
+    set_up_logging(options.log_format, "master")
+    token = find_token(os.environ, options.token_file or None, options.state_dir, loopback=is_loopback(options.host))
+    settings = _settings(options)
+    tls = Tls(options.tls_cert, options.tls_key, options.tls_ca) if options.tls_cert else None
+    return asyncio.run(_run(options, settings, token, tls))
+
+
+async def _run(options: argparse.Namespace, settings: Settings, token: str, tls: Tls | None) -> int:
+    journal = open_journal(Path(options.state_dir), options.job_id, settings, resume=options.resume)
+    try:
+        the_master = Master(journal, options.job_id, settings)
+        if options.parent_pid:
+            _watch_parent(the_master, options.parent_pid)
+        await the_master.run(options.host, options.port, token, tls, lambda port: _announce(options, port))
+    except WireError as error:
+        log.error(str(error))
+        return exit_codes.ADDRESS_TAKEN
+    except JournalError as error:
+        log.error(str(error))
+        return exit_codes.NO_MASTER
+    finally:
+        journal.close()
+    return exit_codes.SUCCESS
+
+
+def open_journal(state_dir: Path, job_id: str, settings: Settings, *, resume: bool) -> SqliteJournal:
+    """The job's journal: a new one, an unfinished one to go on with, or with `resume` the one there must be."""
+    path = journal_path(state_dir, job_id)
+    if resume and not path.exists():
+        raise JournalError(
+            f"the journal {path} is gone while its job runs: restore it. The workers go on, but without a master"
+            " nothing is recovered"
+        )
+    if path.exists() and not resume:
+        _look_at_earlier(path, settings)
+    return SqliteJournal(path)
+
+
+def journal_path(state_dir: Path, job_id: str) -> Path:
+    """Where a job's journal is."""
+    return state_dir / "jobs" / job_id.replace("/", "_") / "journal.sqlite"
+
+
+def _look_at_earlier(path: Path, settings: Settings) -> None:
+    """A finished job of this name is put aside; an unfinished one goes on, if it is the same job."""
+    job = replay(entry.record for entry in read_entries(path))
+    if isinstance(job.phase, Finished):
+        stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(job.created_at))
+        aside = path.with_name(f"journal-{stamp}-{os.getpid()}.sqlite")
+        path.rename(aside)
+        for suffix in ("-wal", "-shm"):
+            path.with_name(path.name + suffix).unlink(missing_ok=True)
+        log.info(f"job {job.job_id} ran before and {job.phase.record.outcome.value}: its journal is now {aside.name}")
+    elif job.term and job.settings != settings:
+        raise UsageError(
+            f"job {job.job_id} is unfinished in {path} and was started with other settings: give the same flags to"
+            " go on with it, or another --rdzv-id to start a new job"
+        )
+    elif job.term:
+        log.warning(f"job {job.job_id} is unfinished: going on with it, {job.restarts_used} restarts used")
+
+
+def _announce(options: argparse.Namespace, port: int) -> None:
+    log.info(f"listening on {options.host}:{port}")
+    if options.ready_fd >= 0:
+        os.write(options.ready_fd, f"{port}\n".encode())
+        os.close(options.ready_fd)
+
+
+def _watch_parent(the_master: Master, pid: int) -> None:
+    """Know when the agent that started this master is gone: it outlives it only while others need it."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        the_master.orphan()
+        return
+    loop = asyncio.get_running_loop()
+
+    def gone() -> None:
+        loop.remove_reader(pidfd)
+        the_master.orphan()
+
+    loop.add_reader(pidfd, gone)
+
+
+def _settings(options: argparse.Namespace) -> Settings:
+    nodes_min, _, nodes_max = options.nnodes.partition(":")
+    try:
+        bounds = int(nodes_min), int(nodes_max or nodes_min)
+    except ValueError:
+        raise UsageError(f"--nnodes {options.nnodes} is not a number or MIN:MAX") from None
+    if not 0 < bounds[0] <= bounds[1]:
+        raise UsageError(f"--nnodes {options.nnodes}: the minimum must be at least 1 and at most the maximum")
+    return Settings(
+        nodes_min=bounds[0],
+        nodes_max=bounds[1],
+        restarts_max=options.max_restarts,
+        settle_s=options.settle,
+        join_timeout_s=options.join_timeout,
+        heartbeat_interval_s=options.heartbeat_interval,
+        silence_timeout_s=options.silence_timeout,
+        reconnect_grace_s=options.reconnect_grace,
+        guard_window_s=options.guard_window,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    defaults = Settings()
+    parser = argparse.ArgumentParser(prog="holdfast master", description="Run a job's master alone.")
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on; other than loopback needs a token")
+    add("--port", type=int, default=29400, help="port to listen on, 0 for any free one")
+    add("--job-id", required=True, help="the agents' --rdzv-id")
+    add("--nnodes", default="1:1", help="as given to the agents")
+    add("--max-restarts", type=int, default=defaults.restarts_max, help="as given to the agents")
+    add("--settle", type=float, default=defaults.settle_s, help="seconds to wait for nodes beyond the minimum")
+    add("--join-timeout", type=float, default=defaults.join_timeout_s, help="seconds to wait for the minimum")
+    add("--heartbeat-interval", type=float, default=defaults.heartbeat_interval_s, help="seconds")
+    add("--silence-timeout", type=float, default=defaults.silence_timeout_s, help="seconds until a silent node is lost")
+    add("--reconnect-grace", type=float, default=defaults.reconnect_grace_s, help="seconds a connection may be down")
+    add("--guard-window", type=float, default=defaults.guard_window_s, help="seconds an id is kept for a silent node")
+    add("--state-dir", default=os.environ.get("HOLDFAST_STATE_DIR") or str(Path.home() / ".holdfast"))
+    add("--token-file", default=os.environ.get("HOLDFAST_TOKEN_FILE", ""), help="file with the job's token")
+    add("--tls-cert", default="")
+    add("--tls-key", default="")
+    add("--tls-ca", default="", help="also demands a certificate of every agent")
+    add("--log-format", choices=["auto", "text", "json"], default="auto")
+    add("--resume", action="store_true", help="go on with the job's journal, which must be there")
+    add("--parent-pid", type=int, default=0, help=argparse.SUPPRESS)
+    add("--ready-fd", type=int, default=-1, help=argparse.SUPPRESS)
+    return parser

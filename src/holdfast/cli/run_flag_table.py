@@ -1,0 +1,218 @@
+"""Every flag of `holdfast run`, one row each: the parser, the help and the tests read this table.
+
+torchrun's flags fall back to `PET_<NAME>`, ours to `HOLDFAST_<NAME>`. A default that differs from
+torchrun's is listed in docs/torchrun.md, and tests/cli/test_run_flags.py holds the list to it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from holdfast.cli.run_flag_values import PORT_MAX, comma_separated, seconds, seconds_above_zero, whole_number
+
+
+class Flag(msgspec.Struct, frozen=True):
+    """One flag. Without a metavar it is a switch."""
+
+    name: str  # the spelling in messages and in the help, as "--node-rank"
+    help: str
+    metavar: str | None = None
+    default: Any = None
+    parse: Callable[[str], Any] = str
+    choices: tuple[str, ...] | None = None
+    short: str | None = None
+    variable_prefix: str = "PET_"  # "" where torchrun reads no variable either
+
+    @property
+    def dest(self) -> str:
+        return self.name[2:].replace("-", "_")
+
+    @property
+    def spellings(self) -> tuple[str, ...]:
+        spellings = (self.short, self.name, "--" + self.dest)
+        return tuple(dict.fromkeys(spelling for spelling in spellings if spelling))
+
+    @property
+    def variable(self) -> str | None:
+        return self.variable_prefix + self.dest.upper() if self.variable_prefix else None
+
+    @property
+    def is_ours(self) -> bool:
+        return self.variable_prefix == "HOLDFAST_"
+
+    @property
+    def field(self) -> str:
+        """The name in RunOptions, where times carry their unit."""
+        return f"{self.dest}_s" if self.metavar == "SECONDS" else self.dest
+
+
+def _ours(name: str, help: str, metavar: str, default: Any = None, **more: Any) -> Flag:
+    return Flag(name, help, metavar, default, variable_prefix="HOLDFAST_", **more)
+
+
+HELP = Flag("--help", "show this text and exit", short="-h", variable_prefix="")
+
+SIZE = (
+    Flag("--nnodes", "how many nodes, or the least and the most", "MIN[:MAX]", "1:1"),
+    Flag("--nproc-per-node", "workers on each node: a number, auto, cpu, gpu or xpu", "N", "1"),
+    Flag("--node-rank", "place of this node, from 0; the master chooses if not given", "N", None, whole_number(0)),
+    _ours("--node-id", "name of this node, kept across its restarts", "NAME"),
+)
+
+RENDEZVOUS = (
+    Flag(
+        "--rdzv-backend",
+        "static, c10d, etcd, etcd-v2 or holdfast; nodes meet at the Holdfast master with each of them",
+        "NAME",
+        "static",
+    ),
+    Flag("--rdzv-endpoint", "where the master listens; port 29400 (static: 29500) if none is given", "HOST:PORT", ""),
+    Flag("--rdzv-id", "name of the job, the same on each node", "NAME", "none"),
+    Flag("--rdzv-conf", "key=value,...; join_timeout, last_call_timeout and is_host count", "PAIRS", ""),
+    Flag("--standalone", "one node, any free port on loopback; overrules the other rendezvous flags"),
+    Flag("--master-addr", "host of the master with the static backend", "HOST", "127.0.0.1"),
+    Flag(
+        "--master-port",
+        "its port with the static backend; 29500 for several nodes, any free one for one node",
+        "PORT",
+        None,
+        whole_number(0, PORT_MAX),
+    ),
+    Flag("--local-addr", "address by which other nodes reach this one; looked up if not given", "HOST"),
+    _ours("--settle", "wait for further nodes once the minimum is there", "SECONDS", 0.5, parse=seconds),
+)
+
+LAUNCHING = (
+    Flag("--module", "run SCRIPT as a module, as python -m does", short="-m"),
+    Flag("--no-python", "run SCRIPT itself, without python"),
+    Flag("--run-path", "run SCRIPT inside the started interpreter; overrules --no-python and --module"),
+    Flag(
+        "--start-method",
+        "how workers start: forked from a warm server (fork means the same here) or spawned",
+        "METHOD",
+        "forkserver",
+        choices=("spawn", "fork", "forkserver"),
+    ),
+    _ours("--preload", "modules the fork server imports ahead, with commas between", "MODULES", ""),
+    Flag("--role", "name of the workers' role", "NAME", "default"),
+    Flag(
+        "--numa-binding",
+        "bind each worker to the processors near its device",
+        "MODE",
+        choices=("node", "socket", "exclusive", "core-complex"),
+        variable_prefix="",
+    ),
+    Flag("--virtual-local-rank", "each worker sees LOCAL_RANK 0 and its own device as device 0"),
+    Flag(
+        "--signals-to-handle",
+        "signals passed on to the workers, with commas between",
+        "NAMES",
+        "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+    ),
+    Flag(
+        "--shutdown-timeout",
+        "from SIGTERM to SIGKILL for workers when the job ends; else TORCH_ELASTIC_SHUTDOWN_TIMEOUT, else 30",
+        "SECONDS",
+        None,
+        seconds,
+    ),
+)
+
+LOGS = (
+    Flag("--log-dir", "directory for the workers' output; one is made if not given", "DIR"),
+    Flag(
+        "--redirects",
+        "streams sent to files only: 0 none, 1 stdout, 2 stderr, 3 both, or 0:1,1:2 by local rank",
+        "STREAMS",
+        "0",
+        short="-r",
+    ),
+    Flag("--tee", "streams sent to files and to the console, written as in -r", "STREAMS", "0", short="-t"),
+    Flag("--local-ranks-filter", "show only these local ranks on the console, as in 0,1", "RANKS", ""),
+    Flag(
+        "--duplicate-stdout-filters",
+        "copy stdout lines that contain one of these texts to a further file; ,, is a comma",
+        "TEXTS",
+        [],
+        comma_separated,
+    ),
+    Flag("--duplicate-stderr-filters", "the same for stderr", "TEXTS", [], comma_separated),
+    _ours(
+        "--log-format",
+        "Holdfast's own log: auto is json unless stderr is a terminal",
+        "FORMAT",
+        "auto",
+        choices=("auto", "text", "json"),
+    ),
+    Flag(
+        "--event-log-handler",
+        "accepted for compatibility: events go to Holdfast's own log",
+        "NAME",
+        "null",
+    ),
+    Flag(
+        "--logs-specs",
+        "accepted for compatibility: the other log flags say where output goes",
+        "NAME",
+        variable_prefix="",
+    ),
+)
+
+RECOVERY = (
+    Flag("--max-restarts", "restarts of the workers before the job fails", "N", 0, whole_number(0)),
+    _ours("--state-dir", "directory of the master's journal", "DIR", "~/.holdfast"),
+    _ours(
+        "--heartbeat-interval",
+        "how often a node says that it lives",
+        "SECONDS",
+        1.0,
+        parse=seconds_above_zero,
+    ),
+    _ours("--silence-timeout", "a node silent for this long is lost", "SECONDS", 5.0, parse=seconds),
+    _ours(
+        "--reconnect-grace",
+        "a node whose connection broke has this long to come back",
+        "SECONDS",
+        0.3,
+        parse=seconds,
+    ),
+    _ours(
+        "--guard-window",
+        "the id of a node that fell silent stays reserved for this long",
+        "SECONDS",
+        30.0,
+        parse=seconds,
+    ),
+    _ours(
+        "--restart-grace",
+        "from SIGTERM to SIGKILL for workers stopped by a restart",
+        "SECONDS",
+        5.0,
+        parse=seconds,
+    ),
+    Flag(
+        "--monitor-interval",
+        "accepted for compatibility: a worker's end is an event here, nothing is polled",
+        "SECONDS",
+        0.1,
+        seconds,
+    ),
+)
+
+SECURITY = (
+    _ours("--token-file", "file with the job's secret; or put the secret into HOLDFAST_TOKEN", "FILE"),
+    _ours("--tls-cert", "certificate of this node", "FILE"),
+    _ours("--tls-key", "key of that certificate", "FILE"),
+    _ours("--tls-ca", "the root that the other side's certificate must come from", "FILE"),
+)
+
+GROUPS: dict[str, tuple[Flag, ...]] = {
+    "size": SIZE,
+    "rendezvous": RENDEZVOUS,
+    "launching": LAUNCHING,
+    "logs": LOGS,
+    "recovery": RECOVERY,
+    "security": SECURITY,
+}
+FLAGS: tuple[Flag, ...] = tuple(flag for flags in GROUPS.values() for flag in flags)

@@ -1,0 +1,1 @@
+"""The one coordinator of a job: inbox -> decide -> journal -> orders."""

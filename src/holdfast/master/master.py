@@ -1,0 +1,228 @@
+"""The shell around the core. Its law:
+
+    batch the inbox; decide and evolve in memory; append the records to the journal, one fsync a batch;
+    only then let anything out: orders, acknowledgements, log lines, pages for watchers.
+
+If the append fails the master ends: memory is ahead of disk, and nobody has heard of it yet. After a restart it
+replays the journal, and every agent that reconnects is told its standing order; what an agent reports again is
+recognised. Time enters the core as `now`; the loop wakes at the core's next deadline, not on a period.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+
+import msgspec
+import structlog
+
+from holdfast.core import events as e
+from holdfast.core.conclude import next_deadline
+from holdfast.core.records import DurableRecord, NodeRefused, is_durable
+from holdfast.core.sentences import sentence
+from holdfast.core.settings import Settings
+from holdfast.core.state import Finished, Job
+from holdfast.core.transact import Transaction, begin, replay, transact
+from holdfast.errors import WireError
+from holdfast.journal import SqliteJournal
+from holdfast.master.sessions import Session, Switchboard
+from holdfast.wire.channel import Server, ServerConnection, Tls
+from holdfast.wire.messages import Acknowledge, Command, Heartbeat, Page, Report, Watch
+
+BATCH_EVENTS_MAX = 4_096
+FAREWELL_S = 5.0
+"""How long a finished master stays for agents that have not heard the end yet."""
+ORPHAN_GRACE_S = 2.0
+"""How long a master whose agent died stays without any other agent."""
+
+log = structlog.get_logger("master")
+_encoder = msgspec.json.Encoder()
+
+Letter = tuple[Session, Report | None]
+"""A report and where it came from; without one, the news that the connection broke."""
+
+
+class Master:
+    """One term of a job's coordinator."""
+
+    def __init__(
+        self, journal: SqliteJournal, job_id: str, settings: Settings, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._journal = journal
+        self._clock = clock
+        self._pages: list[str] = []  # the journal's records as JSON, for watchers; index = seq - 1
+        self._job = self._replay()
+        self._inbox: asyncio.Queue[Letter | None] = asyncio.Queue()
+        self._agents = Switchboard()
+        self._watchers: dict[Session, int] = {}
+        self._orphaned = False
+        self._commit(begin(self._job, job_id, settings, self._clock()))
+
+    @property
+    def job(self) -> Job:
+        """The job as this term knows it. To be read only."""
+        return self._job
+
+    def orphan(self) -> None:
+        """The agent that started this master is gone: stay only as long as another one is connected."""
+        self._orphaned = True
+        self._inbox.put_nowait(None)
+
+    def _replay(self) -> Job:
+        def kept() -> list[DurableRecord]:
+            entries = list(self._journal.replay())
+            self._pages.extend(_encoder.encode(entry.record).decode() for entry in entries)
+            return [entry.record for entry in entries]
+
+        return replay(kept())
+
+    async def run(self, host: str, port: int, token: str, tls: Tls | None, ready: Callable[[int], None]) -> None:
+        """Listen, decide until the job is over, see the agents off."""
+        server = Server(token=token, tls=tls, handler=self._on_connection, stranger=_log_stranger)
+        ready(await server.start(host, port))
+        try:
+            await self._decide_until_finished()
+            await self._see_off()
+        finally:
+            await server.stop()
+
+    # --- the loop
+
+    async def _decide_until_finished(self) -> None:
+        while not isinstance(self._job.phase, Finished):
+            batch = await self._next_batch()
+            if batch is None:
+                log.warning("the agent that started this master is gone and no other is connected: it ends")
+                return
+            events = [report.event if report else _link_broke(session) for session, report in batch]
+            self._commit(transact(self._job, [*events, *self._silences()], self._clock()))
+            for session, report in batch:
+                if report:
+                    session.send(Acknowledge(report.number))
+
+    async def _next_batch(self) -> list[Letter] | None:
+        """What came in; empty at a deadline; None when nobody is left to work for."""
+        came: list[Letter | None] = []
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._wait_s()):
+                came.append(await self._inbox.get())
+        while len(came) < BATCH_EVENTS_MAX and not self._inbox.empty():
+            came.append(self._inbox.get_nowait())
+        abandoned = self._orphaned and not came and not len(self._agents)
+        return None if abandoned else [letter for letter in came if letter is not None]
+
+    def _wait_s(self) -> float | None:
+        deadlines = [next_deadline(self._job)]
+        if (quietest_at := self._agents.quietest_at()) is not None:
+            deadlines.append(quietest_at + self._job.settings.silence_timeout_s)
+        if self._orphaned:
+            deadlines.append(self._clock() + ORPHAN_GRACE_S)
+        known = [deadline for deadline in deadlines if deadline is not None]
+        return max(min(known) - self._clock(), 0.0) if known else None
+
+    def _silences(self) -> list[e.NodeSilent]:
+        now = self._clock()
+        silent = self._agents.silent_since(now - self._job.settings.silence_timeout_s)
+        for session in silent:
+            session.end()
+            self._agents.remove(session)
+        return [
+            e.NodeSilent(node_id=s.node_id, incarnation=s.incarnation, silent_s=now - s.heard_at) for s in silent
+        ]
+
+    def _commit(self, done: Transaction) -> None:
+        """The shell's law, in its order."""
+        durable = [record for record in done.records if is_durable(record)]
+        self._journal.append(durable)  # type: ignore[arg-type]  # is_durable has just said so
+        for record in done.records:
+            if is_durable(record) or isinstance(record, NodeRefused):
+                log.info(sentence(record), record=str(record.__struct_config__.tag))
+        for addressed in done.orders:
+            self._agents.send(addressed.incarnation, Command(self._job.term, addressed.order))
+        self._pages.extend(_encoder.encode(record).decode() for record in durable)
+        for watcher in self._watchers:
+            self._feed(watcher)
+
+    async def _see_off(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FAREWELL_S):
+                while len(self._agents):
+                    self._agents.changed.clear()
+                    await self._agents.changed.wait()
+
+    # --- connections
+
+    async def _on_connection(self, connection: ServerConnection) -> None:
+        first = await connection.receive()
+        if connection.role == "watcher" and isinstance(first, Watch):
+            await self._serve_watcher(connection, first.after_seq)
+        elif connection.role == "agent" and isinstance(first, Report) and isinstance(first.event, e.Hello):
+            await self._serve_agent(connection, first, first.event)
+        elif first is not None:
+            raise WireError(f"a {connection.role} must introduce itself first")
+
+    async def _serve_agent(self, connection: ServerConnection, first: Report, hello: e.Hello) -> None:
+        session = Session(connection, hello.node_id, hello.incarnation, self._clock())
+        self._agents.add(session)
+        self._inbox.put_nowait((session, first))
+        try:
+            await _until_first_ends(self._hear(session), session.drain_outbox())
+        finally:
+            if self._agents.remove(session):
+                self._inbox.put_nowait((session, None))
+
+    async def _hear(self, session: Session) -> None:
+        while (message := await session.connection.receive()) is not None:
+            session.heard_at = self._clock()
+            match message:
+                case Heartbeat():
+                    session.send(Acknowledge(0))
+                case Report(event=event) if _speaks_for_itself(session, event):
+                    self._inbox.put_nowait((session, message))
+                case _:
+                    raise WireError(f"{session.node_id} sent a message that is not its to send")
+
+    async def _serve_watcher(self, connection: ServerConnection, after_seq: int) -> None:
+        session = Session(connection, "", "", self._clock())
+        self._watchers[session] = max(after_seq, 0)
+        self._feed(session)
+        try:
+            await _until_first_ends(_discard(connection), session.drain_outbox())
+        finally:
+            del self._watchers[session]
+
+    def _feed(self, watcher: Session) -> None:
+        after_seq = self._watchers[watcher]
+        watcher.send(Page(last_seq=len(self._pages), records=tuple(self._pages[after_seq:])))
+        self._watchers[watcher] = len(self._pages)
+
+
+async def _until_first_ends(*coroutines: object) -> None:
+    """Run the reader and the writer of a connection until one of them ends; its exception is ours."""
+    tasks = [asyncio.ensure_future(c) for c in coroutines]  # type: ignore[call-overload]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _discard(connection: ServerConnection) -> None:
+    while await connection.receive() is not None:
+        pass
+
+
+def _speaks_for_itself(session: Session, event: e.Event) -> bool:
+    return event.node_id == session.node_id and event.incarnation == session.incarnation
+
+
+def _link_broke(session: Session) -> e.LinkBroke:
+    return e.LinkBroke(node_id=session.node_id, incarnation=session.incarnation)
+
+
+def _log_stranger(peer: str, why: str) -> None:
+    log.warning(f"turned {peer} away: {why}", record="stranger")

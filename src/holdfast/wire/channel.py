@@ -1,0 +1,263 @@
+"""Connections between agents (or watchers) and the master: one gRPC stream each, authenticated, sealed.
+
+gRPC is imported here only. There is one method, a bidirectional stream of opaque frames; what is in them is
+secure.py's and messages.py's business. Each connection has its own TCP connection, so that a broken one says
+something about its own peer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # a connection that ends is our news to tell, not gRPC's
+
+import grpc
+import grpc.aio
+import msgspec
+
+from holdfast.errors import AuthenticationError, UsageError, WireError
+from holdfast.wire.messages import FromMaster, ToMaster
+from holdfast.wire.secure import (
+    PROTOCOL_VERSION,
+    Challenge,
+    Opening,
+    Response,
+    Role,
+    Seal,
+    check_opening,
+    check_proof,
+    derive,
+    new_nonce,
+)
+
+METHOD = "/holdfast.Control/Connect"
+FRAME_BYTES_MAX = 64 * 1024 * 1024
+HANDSHAKE_TIMEOUT_S = 10.0
+
+_OPTIONS = [
+    ("grpc.max_receive_message_length", FRAME_BYTES_MAX),
+    ("grpc.max_send_message_length", FRAME_BYTES_MAX),
+]
+_SERVER_OPTIONS = [*_OPTIONS, ("grpc.so_reuseport", 0)]  # two masters on one port must not share it silently
+_CLIENT_OPTIONS = [*_OPTIONS, ("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
+
+_encoder = msgspec.msgpack.Encoder()
+T = TypeVar("T")
+
+
+class Tls(msgspec.Struct, frozen=True):
+    """Files for TLS. With `ca`, the server demands a certificate of the client too (mutual TLS)."""
+
+    cert: str
+    key: str
+    ca: str = ""
+
+    def read(self) -> tuple[bytes, bytes, bytes | None]:
+        """Their contents."""
+        try:
+            ca = Path(self.ca).read_bytes() if self.ca else None
+            return Path(self.cert).read_bytes(), Path(self.key).read_bytes(), ca
+        except OSError as error:
+            flags = "--tls-cert, --tls-key, --tls-ca"
+            raise UsageError(f"cannot read {error.filename}: {error.strerror} ({flags})") from error
+
+
+class ClientConnection:
+    """An agent's or watcher's side."""
+
+    def __init__(self, channel: Any, stream: Any, seal: Seal, opener: Seal) -> None:
+        self._channel, self._stream, self._seal, self._opener = channel, stream, seal, opener
+        self._decoder: msgspec.msgpack.Decoder[FromMaster] = msgspec.msgpack.Decoder(FromMaster)
+
+    async def send(self, message: ToMaster) -> None:
+        """Send one message; raises WireError if the connection is gone."""
+        try:
+            await self._stream.write(self._seal.close(_encoder.encode(message)))
+        except (grpc.RpcError, asyncio.InvalidStateError) as error:
+            raise _explain(error) from error
+
+    async def receive(self) -> FromMaster:
+        """The next message; raises WireError if the connection is gone."""
+        frame = await _read(self._stream)
+        return _decode(self._decoder, self._opener.open(frame))
+
+    async def close(self) -> None:
+        """End the connection."""
+        self._stream.cancel()
+        await self._channel.close()
+
+
+async def connect(
+    host: str, port: int, *, token: str, role: Role, tls: Tls | None, timeout_s: float
+) -> ClientConnection:
+    """Connect and authenticate, both ways. Raises WireError with a sentence if that cannot be done."""
+    channel = _channel(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", tls)
+    stream = channel.stream_stream(METHOD)()
+    try:
+        async with asyncio.timeout(timeout_s):
+            seal, opener = await _client_handshake(stream, token, role)
+    except TimeoutError:
+        await channel.close()
+        raise WireError(f"no answer from {host}:{port} in {timeout_s:.1f} s") from None
+    except BaseException:
+        await channel.close()
+        raise
+    return ClientConnection(channel, stream, seal, opener)
+
+
+def _channel(target: str, tls: Tls | None) -> Any:
+    if tls is None:
+        return grpc.aio.insecure_channel(target, options=_CLIENT_OPTIONS)
+    cert, key, ca = tls.read()
+    credentials = grpc.ssl_channel_credentials(
+        root_certificates=ca or cert, private_key=key if ca else None, certificate_chain=cert if ca else None
+    )
+    return grpc.aio.secure_channel(target, credentials, options=_CLIENT_OPTIONS)
+
+
+async def _client_handshake(stream: Any, token: str, role: Role) -> tuple[Seal, Seal]:
+    nonce = new_nonce()
+    opening = Opening(version=PROTOCOL_VERSION, role=role, nonce=nonce)
+    try:
+        await stream.write(_encoder.encode(opening))
+    except (grpc.RpcError, asyncio.InvalidStateError) as error:
+        raise _explain(error) from error
+    challenge = _decode(msgspec.msgpack.Decoder(Challenge), await _read(stream))
+    keys = derive(token, nonce, challenge.nonce)
+    check_proof(challenge.proof, keys.server_proof, "the master")
+    await stream.write(_encoder.encode(Response(proof=keys.client_proof)))
+    return Seal(keys.to_server), Seal(keys.to_client)
+
+
+async def _read(stream: Any) -> bytes:
+    try:
+        frame = await stream.read()
+    except (grpc.RpcError, asyncio.InvalidStateError) as error:
+        raise _explain(error) from error
+    if frame is grpc.aio.EOF:
+        code, details = await stream.code(), await stream.details()
+        if code == grpc.StatusCode.UNAUTHENTICATED:
+            raise AuthenticationError(details or "the other side refused us")
+        raise WireError(details or "the other side ended the connection")
+    return bytes(frame)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], payload: bytes) -> T:
+    try:
+        return decoder.decode(payload)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise WireError(f"a message cannot be read: {error}") from error
+
+
+def _explain(error: Exception) -> WireError:
+    if isinstance(error, grpc.aio.AioRpcError):
+        if error.code() == grpc.StatusCode.UNAUTHENTICATED:
+            return AuthenticationError(error.details() or "the other side refused us")
+        return WireError((error.details() or str(error.code())).splitlines()[0])
+    return WireError(str(error) or "the connection is closed")
+
+
+class ServerConnection:
+    """The master's side of one agent's or watcher's connection."""
+
+    def __init__(self, context: Any, role: Role, peer: str, seal: Seal, opener: Seal) -> None:
+        self.role = role
+        self.peer = peer
+        self._context, self._seal, self._opener = context, seal, opener
+        self._decoder: msgspec.msgpack.Decoder[ToMaster] = msgspec.msgpack.Decoder(ToMaster)
+
+    async def send(self, message: FromMaster) -> None:
+        """Send one message. Not from two tasks at once: frames are numbered."""
+        await self._context.write(self._seal.close(_encoder.encode(message)))
+
+    async def receive(self) -> ToMaster | None:
+        """The next message; None when the other side has ended the connection."""
+        frame = await self._context.read()
+        if frame is grpc.aio.EOF:
+            return None
+        return _decode(self._decoder, self._opener.open(frame))
+
+
+Handler = Callable[[ServerConnection], Awaitable[None]]
+Stranger = Callable[[str, str], None]
+
+
+class Server:
+    """Listens for agents and watchers. `stranger(peer, why)` hears of everyone who is turned away."""
+
+    def __init__(self, *, token: str, tls: Tls | None, handler: Handler, stranger: Stranger) -> None:
+        self._token, self._tls, self._handler, self._stranger = token, tls, handler, stranger
+        self._server = grpc.aio.server(options=_SERVER_OPTIONS)
+        self._server.add_generic_rpc_handlers((_Methods(self._serve, stranger),))
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; returns the port. Raises WireError if the address cannot be had."""
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            bound = self._bind(address)
+        except RuntimeError as error:
+            raise WireError(f"cannot listen on {address}: it is in use, or not an address of this machine") from error
+        await self._server.start()
+        return bound
+
+    def _bind(self, address: str) -> int:
+        if self._tls is None:
+            return int(self._server.add_insecure_port(address))
+        cert, key, ca = self._tls.read()
+        credentials = grpc.ssl_server_credentials([(key, cert)], ca, require_client_auth=ca is not None)
+        return int(self._server.add_secure_port(address, credentials))
+
+    async def stop(self) -> None:
+        """End all connections."""
+        await self._server.stop(grace=None)
+
+    async def _serve(self, _requests: Any, context: Any) -> None:
+        peer = str(context.peer())
+        try:
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                connection = await self._handshake(context, peer)
+        except (WireError, TimeoutError) as error:
+            why = str(error) or "the handshake was not finished in time"
+            self._stranger(peer, why)
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, why)
+        try:
+            await self._handler(connection)
+        except WireError as error:
+            self._stranger(peer, str(error))
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+
+    async def _handshake(self, context: Any, peer: str) -> ServerConnection:
+        opening = _decode(msgspec.msgpack.Decoder(Opening), await self._handshake_frame(context))
+        check_opening(opening)
+        nonce = new_nonce()
+        keys = derive(self._token, opening.nonce, nonce)
+        await context.write(_encoder.encode(Challenge(nonce=nonce, proof=keys.server_proof)))
+        response = _decode(msgspec.msgpack.Decoder(Response), await self._handshake_frame(context))
+        check_proof(response.proof, keys.client_proof, f"the {opening.role}")
+        return ServerConnection(context, opening.role, peer, Seal(keys.to_client), Seal(keys.to_server))
+
+    async def _handshake_frame(self, context: Any) -> bytes:
+        frame = await context.read()
+        if frame is grpc.aio.EOF:
+            raise WireError("the connection ended during the handshake")
+        return bytes(frame)
+
+
+class _Methods(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """Our one method; anything else is a stranger's."""
+
+    def __init__(self, serve: Callable[[Any, Any], Awaitable[None]], stranger: Stranger) -> None:
+        self._handler = grpc.stream_stream_rpc_method_handler(serve)
+        self._stranger = stranger
+
+    def service(self, handler_call_details: Any) -> Any:
+        if handler_call_details.method == METHOD:
+            return self._handler
+        with contextlib.suppress(Exception):  # a log line must not be a way in
+            self._stranger("unknown", f"it called {str(handler_call_details.method)[:100]!r}, which is not ours")
+        return None

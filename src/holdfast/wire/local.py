@@ -1,0 +1,192 @@
+"""Frames between processes of one machine: the agent, its fork server and its store keeper.
+
+A frame is a header (length of the body, number of file descriptors) and a body (one tagged struct as msgpack).
+The descriptors travel beside the bytes (SCM_RIGHTS). On a unix stream they arrive no later than the first byte of
+the write they were sent with, in order, but possibly together with the end of an older frame: so the reader queues
+them, and the header says how many belong to which frame.
+
+Strings that the system hands out as bytes (arguments, environment, paths) stay bytes: not all of them are UTF-8.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Generic, Literal, TypeVar
+
+import msgspec
+
+from holdfast.errors import WireError
+
+# An environment and its arguments cannot exceed 2 MiB where the kernel's own limit is the usual one.
+FRAME_BYTES_MAX = 4 * 2**20
+FRAME_DESCRIPTORS_MAX = 8
+RECEIVE_BYTES = 256 * 2**10
+
+_HEADER = struct.Struct("!IB")
+
+Mode = Literal["warm", "cold"]
+ScriptKind = Literal["script", "module", "path"]
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True):
+    """What every worker needs, however it is run. Descriptors: report pipe, stdout, stderr."""
+
+    request_id: int
+    argv: tuple[bytes, ...]
+    env: dict[bytes, bytes]
+    cwd: bytes
+    local_rank: int
+    numa_binding: str = ""
+
+
+class StartPython(Start, frozen=True, kw_only=True, tag="start-python"):
+    """Run a script, a module (`-m`) or a path (`runpy.run_path`) inside the forked process."""
+
+    kind: ScriptKind
+
+
+class StartExec(Start, frozen=True, kw_only=True, tag="start-exec"):
+    """Replace the forked process by a program."""
+
+
+class KeepStores(msgspec.Struct, frozen=True, tag="keep-stores"):
+    """Become the store keeper. Descriptors: report pipe, control socket, stderr."""
+
+    request_id: int
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The fork server can fork. A problem is a sentence about something that is slower or impossible because of it."""
+
+    mode: Mode
+    preload_s: float
+    problems: tuple[str, ...]
+
+
+class Started(msgspec.Struct, frozen=True, tag="started"):
+    """The last act of a newborn before it runs what it was born for."""
+
+    request_id: int
+    pid: int
+
+
+class NotStarted(msgspec.Struct, frozen=True, tag="not-started"):
+    """Nothing was run and nothing will be. `pid` is 0 where no process was made."""
+
+    request_id: int
+    pid: int
+    reason: str
+
+
+class OpenStore(msgspec.Struct, frozen=True, tag="open-store"):
+    """Serve a rendezvous store. Descriptor: the socket, bound and listening."""
+
+    view: int
+    host: str
+    port: int
+
+
+class CloseStore(msgspec.Struct, frozen=True, tag="close-store"):
+    view: int
+
+
+class StoreOpened(msgspec.Struct, frozen=True, tag="store-opened"):
+    view: int
+
+
+class StoreFailed(msgspec.Struct, frozen=True, tag="store-failed"):
+    view: int
+    reason: str
+
+
+class StoreClosed(msgspec.Struct, frozen=True, tag="store-closed"):
+    """Its port is free again."""
+
+    view: int
+
+
+ServerRequest = StartPython | StartExec | KeepStores
+Report = Started | NotStarted
+KeeperRequest = OpenStore | CloseStore
+KeeperReply = StoreOpened | StoreFailed | StoreClosed
+Message = ServerRequest | Ready | Report | KeeperRequest | KeeperReply
+
+MessageT = TypeVar("MessageT")
+
+
+def encode(message: Message, descriptor_count: int = 0) -> bytes:
+    body = msgspec.msgpack.encode(message)
+    if len(body) > FRAME_BYTES_MAX:
+        raise WireError(f"a {type(message).__name__} of {len(body)} bytes exceeds the {FRAME_BYTES_MAX} allowed")
+    if descriptor_count > FRAME_DESCRIPTORS_MAX:
+        raise WireError(f"{descriptor_count} descriptors exceed the {FRAME_DESCRIPTORS_MAX} a frame may carry")
+    return _HEADER.pack(len(body), descriptor_count) + body
+
+
+def send(connection: socket.socket, message: Message, descriptors: Sequence[int] = ()) -> None:
+    """Blocking. Descriptors go with the first byte."""
+    frame = memoryview(encode(message, len(descriptors)))
+    sent = send_part(connection, frame, descriptors)
+    connection.sendall(frame[sent:])
+
+
+def send_part(connection: socket.socket, frame: memoryview, descriptors: Sequence[int]) -> int:
+    """One write, which may be partial; the number of bytes it took."""
+    if not descriptors:
+        return connection.send(frame)
+    return socket.send_fds(connection, [frame], list(descriptors))
+
+
+class FrameReader(Generic[MessageT]):
+    """Turns a stream of bytes and descriptors into messages, without trusting either."""
+
+    def __init__(self, decoder: msgspec.msgpack.Decoder[MessageT]) -> None:
+        self._decoder = decoder
+        self._bytes = bytearray()
+        self._descriptors: deque[int] = deque()
+
+    def receive(self, connection: socket.socket) -> bool:
+        """One read; False when the other side is gone."""
+        data, descriptors, flags, _ = socket.recv_fds(
+            connection, RECEIVE_BYTES, FRAME_DESCRIPTORS_MAX, socket.MSG_CMSG_CLOEXEC
+        )
+        self._descriptors.extend(descriptors)
+        if flags & socket.MSG_CTRUNC:
+            raise WireError("descriptors were lost: more were sent at once than a frame may carry")
+        return self.feed(data)
+
+    def feed(self, data: bytes) -> bool:
+        self._bytes += data
+        return bool(data)
+
+    def frames(self) -> Iterator[tuple[MessageT, list[int]]]:
+        """The complete frames so far. Whoever takes one owns its descriptors."""
+        while len(self._bytes) >= _HEADER.size:
+            length, descriptor_count = _HEADER.unpack_from(self._bytes)
+            if length > FRAME_BYTES_MAX:
+                raise WireError(f"a frame of {length} bytes was announced; {FRAME_BYTES_MAX} are allowed")
+            if len(self._bytes) < _HEADER.size + length:
+                return
+            body = bytes(self._bytes[_HEADER.size : _HEADER.size + length])
+            del self._bytes[: _HEADER.size + length]
+            yield self._decode(body), self._take_descriptors(descriptor_count)
+
+    def close(self) -> None:
+        """Closes descriptors that came for frames nobody will read."""
+        while self._descriptors:
+            os.close(self._descriptors.popleft())
+
+    def _decode(self, body: bytes) -> MessageT:
+        try:
+            return self._decoder.decode(body)
+        except msgspec.MsgspecError as error:
+            raise WireError(f"a frame does not hold the expected message: {error}") from error
+
+    def _take_descriptors(self, count: int) -> list[int]:
+        if count > len(self._descriptors):
+            raise WireError(f"a frame announced {count} descriptors and brought {len(self._descriptors)}")
+        return [self._descriptors.popleft() for _ in range(count)]

@@ -1,0 +1,56 @@
+"""What agents, watchers and the master say to one another, beyond the core's own events and orders.
+
+Reports are delivered at least once: an agent keeps each until it is acknowledged, which the master does only
+after its journal has what followed from it. Events are idempotent, so a repeat changes nothing.
+Commands carry the master's term: an agent obeys no term lower than the highest it has seen.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from holdfast.core.events import Event
+from holdfast.core.orders import Order
+
+
+class Report(msgspec.Struct, frozen=True, tag="report"):
+    """Agent to master: an event, numbered within the agent's life."""
+
+    number: int
+    event: Event
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+    """Agent to master: I live. `term` is the highest it has seen."""
+
+    term: int
+
+
+class Watch(msgspec.Struct, frozen=True, tag="watch"):
+    """Watcher to master: send me the journal from here, and go on."""
+
+    after_seq: int
+
+
+class Acknowledge(msgspec.Struct, frozen=True, tag="acknowledge"):
+    """Master to agent: reports up to this number are dealt with; or an echo of a heartbeat."""
+
+    number: int
+
+
+class Command(msgspec.Struct, frozen=True, tag="command"):
+    """Master to agent."""
+
+    term: int
+    order: Order
+
+
+class Page(msgspec.Struct, frozen=True, tag="page"):
+    """Master to watcher: records as they stand in the journal, JSON each, ending at `last_seq`."""
+
+    last_seq: int
+    records: tuple[str, ...]
+
+
+ToMaster = Report | Heartbeat | Watch
+FromMaster = Acknowledge | Command | Page

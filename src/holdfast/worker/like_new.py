@@ -1,0 +1,79 @@
+"""A forked interpreter remembers its parent's youth. This makes it forget what a fresh one would not know.
+
+Left as it is, and meant to be: modules that are imported already, and settings that libraries read from the environment
+while they are imported (TORCH_LOGS, PYTHON…). The agent starts the fork server in the job's environment, so they agree.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_OPENBLAS_SETTERS = (
+    "scipy_openblas_set_num_threads64_",
+    "scipy_openblas_set_num_threads",
+    "openblas_set_num_threads64_",
+    "openblas_set_num_threads",
+)
+
+
+def forget(server_environment: Mapping[str, str]) -> None:
+    """Called in the newborn, in its own environment and directory."""
+    gc.enable()
+    reseed()
+    forget_the_server_in_multiprocessing()
+    tempfile: Any = sys.modules.get("tempfile")
+    if tempfile is not None:
+        tempfile.tempdir = None  # chosen by the server's TMPDIR
+    set_torch_threads(server_environment)
+    set_openblas_threads()
+
+
+def reseed() -> None:
+    """Python's `random` does so itself. Fresh interpreters seed torch and NumPy by chance, not by a constant."""
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
+
+
+def forget_the_server_in_multiprocessing() -> None:
+    process: Any = sys.modules.get("multiprocessing.process")
+    if process is not None:
+        process.ORIGINAL_DIR = str(Path.cwd())  # where spawned children look for a relative script
+        process.current_process().authkey = os.urandom(32)
+
+
+def set_torch_threads(server_environment: Mapping[str, str]) -> None:
+    """OpenMP read OMP_NUM_THREADS when the server loaded it."""
+    name = "OMP_NUM_THREADS"
+    if "torch" in sys.modules and os.environ.get(name) != server_environment.get(name):
+        sys.modules["torch"].set_num_threads(threads_wanted(name))
+
+
+def set_openblas_threads() -> None:
+    """NumPy's OpenBLAS was held at one thread in the server, whatever the environment said (see preload)."""
+    wanted = threads_wanted("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
+    if wanted == 1 or "numpy" not in sys.modules:
+        return
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "openblas" in line and " r-xp " in line:
+            library = ctypes.CDLL(line.split(maxsplit=5)[5])
+            for setter in _OPENBLAS_SETTERS:
+                if hasattr(library, setter):
+                    getattr(library, setter)(wanted)
+                    break
+
+
+def threads_wanted(*variables: str) -> int:
+    """OMP_NUM_THREADS may be a list, one number a level of nesting; the first is ours."""
+    for variable in variables:
+        first = os.environ.get(variable, "").split(",")[0].strip()
+        if first.isdigit() and int(first) > 0:
+            return int(first)
+    return len(os.sched_getaffinity(0))

@@ -1,0 +1,248 @@
+"""Transcripts: a scenario in a tiny language, and below each line what the core made of it.
+
+A line that begins with `>` is an input; the indented lines after it are what is expected: records as
+`kind what: why`, orders as `-> life what`, and when the job wants to be woken. Several events joined by `;` are one batch.
+`#` begins a comment. Inputs:
+
+    job nodes=1:2 restarts=3 workers=2          settings by their names; always first
+    hello a [life=2] [dead=a.1] [rank=0] [workers=4] [boot=boot-2] [pid=7] [port=0]
+    started a        succeeded a [0]        offers a [port]
+    failed a [0] [exit=1|signal=9|oom|unstartable] [collateral] [view=1]
+    broke a          silent a               leaving a [signal=15]        gone a
+    wait 0.5         let so many seconds pass
+    wake             go to the next deadline
+    master restarts [down=2.5]
+    status           the phase, the view and the budget
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from core.world import START, World
+
+from holdfast.core import events as e
+from holdfast.core import orders as o
+from holdfast.core import records as r
+from holdfast.core.conclude import next_deadline
+from holdfast.core.faults import End, Exited, NotStarted, OutOfMemory, Signalled, describe
+from holdfast.core.state import Finished, Gathering, Serving
+from holdfast.core.transact import Transaction
+
+SIGNALS = {9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
+
+
+def render(path: Path) -> str:
+    """The transcript as it would read today: its inputs and comments, with the core's answers of now."""
+    told: list[str] = []
+    scenario = Scenario()
+    for line in path.read_text().splitlines():
+        if line.startswith("> "):
+            told.append(line)
+            told += [f"  {answer}" for answer in scenario.answer(line[2:])]
+        elif not line.startswith("  "):
+            told.append(line)
+    return "\n".join(told) + "\n"
+
+
+class Scenario:
+    """Follows a transcript's inputs."""
+
+    def __init__(self) -> None:
+        self.world: World | None = None
+        self.heard = 0
+        """How much of the world's history has been told."""
+
+    def answer(self, text: str) -> Iterator[str]:
+        words = text.split()
+        if words[0] == "job":
+            self.world = _world(words[1:])
+            yield from self._news([])
+            return
+        assert self.world is not None, "the first line must be `job`"
+        before = self.world.now
+        if words[0] == "status":
+            yield from _status(self.world)
+            return
+        spoken: list[str] = []
+        self._perform(self.world, text, words, spoken)
+        if self.world.now != before:
+            yield f"at {self.world.now - START:.3f}"
+        yield from self._news(spoken)
+
+    def _perform(self, world: World, text: str, words: list[str], spoken: list[str]) -> None:
+        def do(*events: e.Event) -> Transaction:
+            done = _do(*events)
+            spoken.extend(_order(addressed) for addressed in done.orders)
+            return done
+
+        _do, world.do = world.do, do  # type: ignore[method-assign]
+        try:
+            match words:
+                case ["wait", seconds]:
+                    world.wait(float(seconds))
+                case ["wake"]:
+                    world.wake()
+                case ["master", "restarts", *options]:
+                    world.restart_master(float(_options(options).get("down", "0")))
+                case _:
+                    world.do(*(_event(world, part.split()) for part in text.split(";")))
+        finally:
+            world.do = _do  # type: ignore[method-assign]
+
+    def _news(self, spoken: list[str]) -> Iterator[str]:
+        assert self.world is not None
+        records = self.world.history[self.heard :]
+        self.heard = len(self.world.history)
+        yield from (_record(record) for record in records)
+        yield from spoken
+        if not records and not spoken:
+            yield "(nothing)"
+        deadline = next_deadline(self.world.job)
+        if deadline is not None:
+            yield f"(wakes in {deadline - self.world.now:.3f} s)"
+
+
+def _world(words: list[str]) -> World:
+    options = _options(words)
+    nodes_min, _, nodes_max = options.pop("nodes").partition(":")
+    integers = {key: int(options.pop(key)) for key in ("restarts", "workers") if key in options}
+    seconds = {key: float(value) for key, value in options.items()}
+    return World(nodes=(int(nodes_min), int(nodes_max or nodes_min)), **integers, **seconds)  # type: ignore[arg-type]
+
+
+def _options(words: list[str]) -> dict[str, str]:
+    return dict(word.split("=", 1) for word in words)
+
+
+def _event(world: World, words: list[str]) -> e.Event:
+    kind, node_id, *rest = words
+    options = _options([word for word in rest if "=" in word])
+    bare = [word for word in rest if "=" not in word]
+    number = next((int(word) for word in bare if word.isdigit()), None)
+    if kind == "hello":
+        return _hello(world, node_id, options)
+    if kind == "failed":
+        view = int(options["view"]) if "view" in options else None
+        return world.failed(
+            node_id, number or 0, view=view, end=_end(options, bare), collateral="collateral" in bare
+        )
+    makers: dict[str, Callable[[], e.Event]] = {
+        "started": lambda: world.started(node_id),
+        "succeeded": lambda: world.succeeded(node_id, number or 0),
+        "offers": lambda: world.offered(node_id, number),
+        "broke": lambda: world.broke(node_id),
+        "silent": lambda: world.silent(node_id),
+        "leaving": lambda: world.leaving(node_id, int(options.get("signal", "15"))),
+        "gone": lambda: world.gone(node_id),
+    }
+    return makers[kind]()
+
+
+def _hello(world: World, node_id: str, options: dict[str, str]) -> e.Hello:
+    if "life" in options:
+        world.lives[node_id] = int(options["life"])
+    return world.hello(
+        node_id,
+        dead_lives=[options["dead"]] if "dead" in options else [],
+        store_port=int(options["port"]) if "port" in options else None,
+        workers=int(options.get("workers", world.workers)),
+        requested_rank=int(options["rank"]) if "rank" in options else None,
+        boot_id=options.get("boot", "boot-1"),
+        pid=int(options.get("pid", "1000")),
+    )
+
+
+def _end(options: dict[str, str], bare: list[str]) -> End:
+    if "signal" in options:
+        number = int(options["signal"])
+        return Signalled(number, SIGNALS[number])
+    if "oom" in bare:
+        return OutOfMemory("oom_kill rose")
+    if "unstartable" in bare:
+        return NotStarted("no such file")
+    return Exited(int(options.get("exit", "1")))
+
+
+# --- how records and orders read
+
+
+def _record(record: r.Record) -> str:
+    return f"{record.__struct_config__.tag} {_told(record)}".rstrip()
+
+
+def _told(record: r.Record) -> str:
+    match record:
+        case r.JobCreated(settings=s):
+            return f"nodes {s.nodes_min}:{s.nodes_max}, restarts {s.restarts_max}"
+        case r.TermBegan(term=term):
+            return f"{term}"
+        case r.NodeJoined(incarnation=life, info=info):
+            return f"{life}, workers {info.workers}"
+        case r.NodeLost(incarnation=life, certain=certain, why=why):
+            return f"{life} {'for certain' if certain else 'perhaps'}: {why}"
+        case r.NodeDraining(incarnation=life, signal=signal, why=why):
+            return f"{life}, signal {signal}: {why}"
+        case r.NodeLeft(incarnation=life):
+            return life
+        case r.GatheringBegan(at=at, deadline=deadline, why=why):
+            return f"for {deadline - at:.0f} s: {why}"
+        case r.ViewFormed(view=view, why=why):
+            members = " ".join(f"{m.incarnation}[{_ranks(m.first_rank, m.workers)}]" for m in view.members)
+            return f"{view.number} {members}, store {view.store_node_id}:{view.store_port}: {why}"
+        case r.NodeStarted(node_id=node_id, view=number):
+            return f"{node_id} in view {number}"
+        case r.WorkerDone(node_id=node_id, local_rank=local_rank, view=number):
+            return f"{node_id}/{local_rank} in view {number}"
+        case r.WorkerLost(failure=failure, late=late):
+            return f"{'late, ' if late else ''}{describe(failure)}"
+        case r.IncidentOpened(number=number, kind=kind, cause=cause):
+            return f"{number} {kind}: {cause}"
+        case r.IncidentDecided(number=number, kind=kind, strategy=strategy, counted=counted, why=why):
+            return f"{number} {kind}, {strategy.value}{', counted' if counted else ''}: {why}"
+        case r.IncidentClosed(number=number, kind=kind, cause=cause):
+            spent = f"view {record.view_before} to {record.view_after}, {record.at - record.detected_at:.3f} s"
+            return f"{number} {kind}, {spent}, restarts {record.restarts_used}, folded {record.collateral}: {cause}"
+        case r.JobFinished(outcome=outcome, exit_code=code, why=why):
+            return f"{outcome.value}, code {code}: {why}"
+        case r.LinkLost(node_id=node_id) | r.LinkRestored(node_id=node_id):
+            return node_id
+        case r.StoreReady(node_id=node_id, port=port):
+            return f"{node_id}:{port}"
+        case r.NodeRefused(incarnation=life, why=why):
+            return f"{life}: {why}"
+
+
+def _order(addressed: o.Addressed) -> str:
+    match addressed.order:
+        case o.Serve() as serve:
+            place = f"group rank {serve.group_rank} of {serve.group_world_size}, ranks from {serve.first_rank}"
+            here = " here" if serve.store_here else ""
+            what = f"serve view {serve.view}: {place} of {serve.world_size}, store {serve.store_port}{here}"
+        case o.Hold(why=why):
+            what = f"hold: {why}"
+        case o.Exit(exit_code=code):
+            what = f"exit {code}"
+        case o.Refuse(retry_after_s=retry_after_s, rejoin=rejoin):
+            when = "for good" if retry_after_s is None else f"for {retry_after_s:.1f} s"
+            what = "refuse: rejoin" if rejoin else f"refuse: {when}"
+    return f"-> {addressed.incarnation} {what}"
+
+
+def _ranks(first: int, workers: int) -> str:
+    return f"{first}" if workers == 1 else f"{first}-{first + workers - 1}"
+
+
+def _status(world: World) -> Iterator[str]:
+    job = world.job
+    match job.phase:
+        case Gathering(why=why):
+            yield f"gathering: {why}"
+        case Serving():
+            yield f"serving view {world.view_number} with {' '.join(world.members)}"
+        case Finished(record=record):
+            yield f"finished: {record.outcome.value}"
+    yield f"term {job.term}, restarts {job.restarts_used} of {job.settings.restarts_max}"
+    if job.incident:
+        yield f"incident {job.incident.number} open: {job.incident.cause}"

@@ -1,0 +1,307 @@
+"""A master for tests: the core, a clock that only the test moves, and a journal kept as bytes.
+
+A `World` does what the contract in transact.py asks of a driver, and after every step what a test would want to
+ask: all invariants hold, the journal alone tells the same story, and the job will be woken if it waits.
+
+Nodes have short ids; the lives of node `a` are `a.1`, `a.2`, ... An event is made by a method and taken in by `do`:
+
+    world = World(nodes=(2, 2))
+    world.do(world.hello("a"), world.hello("b"))
+    world.do(world.failed("a"))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any
+
+import msgspec
+
+from holdfast.core import events as e
+from holdfast.core import orders as o
+from holdfast.core import records as r
+from holdfast.core.conclude import next_deadline
+from holdfast.core.evolve import evolve
+from holdfast.core.faults import End, Exited, Failure
+from holdfast.core.invariants import check_all
+from holdfast.core.settings import Settings
+from holdfast.core.state import Finished, Gathering, Job, Node, Present, Serving
+from holdfast.core.transact import Transaction, begin, replay, transact
+
+START = 100.0
+EXITED = Exited(1)
+SOFT_FIELDS = {"link", "store_port"}
+"""What a node's records of connections say; a journal does not hold it."""
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(r.DurableRecord).decode
+
+
+class World:
+    """One job, its master's terms, and what was said to its nodes."""
+
+    def __init__(
+        self, *, nodes: tuple[int, int] = (2, 2), restarts: int = 3, workers: int = 1, **settings: float
+    ) -> None:
+        nodes_min, nodes_max = nodes
+        self.settings = Settings(nodes_min=nodes_min, nodes_max=nodes_max, restarts_max=restarts, **settings)
+        self.workers = workers
+        self.careful = True
+        """Whether the journal is compared with the job after every step, not only when the master restarts."""
+        self.now = START
+        self.job = Job()
+        self.shadow = Job()
+        """The job as the journal tells it, kept up to date record by record."""
+        self.journal: list[bytes] = []
+        self.history: list[r.Record] = []
+        self.told: dict[str, o.Order] = {}
+        """By life: the last order that left the master."""
+        self.lives: dict[str, int] = {}
+        self.ports = 0
+        self._commit(begin(self.job, "job", self.settings, self.now))
+
+    # --- driving
+
+    def do(self, *events: e.Event) -> Transaction:
+        """Take events in as one batch; everything that follows is journaled, then said."""
+        over = self.job.phase if isinstance(self.job.phase, Finished) else None
+        return self._commit(transact(self.job, events, self.now), over)
+
+    def wait(self, seconds: float) -> list[r.Record]:
+        """Let time pass, waking the job at each of its deadlines."""
+        until, happened = self.now + seconds, []
+        while (deadline := next_deadline(self.job)) is not None and deadline <= until:
+            self.now = max(self.now, deadline)
+            happened += self.do().records
+        self.now = until
+        return happened
+
+    def wake(self) -> list[r.Record]:
+        """Go to the next deadline, which must be there."""
+        deadline = next_deadline(self.job)
+        assert deadline is not None, "nothing will ever wake the job"
+        self.now = deadline
+        return self.do().records
+
+    def restart_master(self, down_s: float = 0.0) -> list[r.Record]:
+        """Kill the master, and start the next one from the journal alone."""
+        replayed = replay(_decode(line) for line in self.journal)
+        assert durable(replayed) == durable(self.job), "the journal tells another story"
+        self.job = replayed
+        self.now += down_s
+        self._commit(begin(self.job, "job", self.settings, self.now))
+        return self.do().records
+
+    def lose_batch(self, *events: e.Event) -> None:
+        """Kill the master after it decided and before its journal had it: nothing was said, nothing is kept."""
+        transact(self.job, events, self.now)
+        self.job = replay(_decode(line) for line in self.journal)
+        self.restart_master()
+
+    def _commit(self, done: Transaction, over: Finished | None = None) -> Transaction:
+        for record in done.records:
+            if r.is_durable(record):
+                line = _encode(record)
+                self.journal.append(line)
+                if self.careful:
+                    evolve(self.shadow, _decode(line))
+        self.history += done.records
+        for addressed in done.orders:
+            self.told[addressed.incarnation] = addressed.order
+        self._check(done, over)
+        return done
+
+    def _check(self, done: Transaction, over: Finished | None) -> None:
+        check_all(self.job)
+        assert not self.careful or durable(self.shadow) == durable(self.job), "the journal tells another story"
+        assert over is None or self.job.phase == over, "a finished job changed its mind"
+        deadline = next_deadline(self.job)
+        assert deadline is None or deadline > self.now, "a deadline that is over: the driver would spin"
+        assert deadline is not None or not isinstance(self.job.phase, Gathering), "gathering without an end"
+        if any(isinstance(record, r.ViewFormed) for record in done.records) and self.serving:
+            for node_id in self.members:
+                assert self.job.nodes[node_id].eligible, f"a view was formed with {node_id}, which cannot serve"
+
+    # --- events
+
+    def life(self, node_id: str) -> str:
+        """The current incarnation of a node."""
+        return f"{node_id}.{self.lives.setdefault(node_id, 1)}"
+
+    def next_life(self, node_id: str) -> str:
+        """From now on, speak for the node's next incarnation."""
+        self.lives[node_id] = self.lives.get(node_id, 0) + 1
+        return self.life(node_id)
+
+    def port(self) -> int:
+        """A port nobody had before."""
+        self.ports += 1
+        return 29_000 + self.ports
+
+    def hello(
+        self,
+        node_id: str,
+        *,
+        life: str = "",
+        store_port: int | None = None,
+        dead_lives: Iterable[str] = (),
+        spec: e.JobSpec | None = None,
+        term: int = 0,
+        **info: Any,
+    ) -> e.Hello:
+        s = self.settings
+        told = e.JobSpec(run_id="", nodes_min=s.nodes_min, nodes_max=s.nodes_max, restarts_max=s.restarts_max)
+        itself: dict[str, Any] = {
+            "host": f"host-{node_id}",
+            "address": f"10.0.0.{node_id}",
+            "machine_id": f"machine-{node_id}",
+            "boot_id": "boot-1",
+            "pid": 1000,
+            "workers": self.workers,
+        }
+        return e.Hello(
+            node_id=node_id,
+            incarnation=life or self.life(node_id),
+            info=e.NodeInfo(**itself | info),
+            spec=spec or told,
+            store_port=self.port() if store_port is None else store_port,
+            dead_lives=tuple(dead_lives),
+            term=term,
+        )
+
+    def started(self, node_id: str, *, view: int | None = None, life: str = "") -> e.WorkersStarted:
+        return e.WorkersStarted(
+            node_id=node_id, incarnation=life or self.life(node_id), view=self._view(view), pids=(1,)
+        )
+
+    def succeeded(self, node_id: str, local_rank: int = 0, *, view: int | None = None, life: str = "") -> e.Event:
+        return e.WorkerSucceeded(
+            node_id=node_id, incarnation=life or self.life(node_id), view=self._view(view), local_rank=local_rank
+        )
+
+    def failed(
+        self,
+        node_id: str,
+        local_rank: int = 0,
+        *,
+        view: int | None = None,
+        life: str = "",
+        end: End = EXITED,
+        collateral: bool = False,
+        failed_at: float | None = None,
+    ) -> e.WorkerFailed:
+        member = self.job.members.get(node_id)
+        broken = {"exception": "DistNetworkError", "message": "Connection reset by peer"} if collateral else {}
+        failure = Failure(
+            node_id=node_id,
+            view=self._view(view),
+            rank=(member.first_rank if member else 0) + local_rank,
+            local_rank=local_rank,
+            pid=1,
+            end=end,
+            failed_at=self.now if failed_at is None else failed_at,
+            **broken,
+        )
+        return e.WorkerFailed(
+            node_id=node_id, incarnation=life or self.life(node_id), view=self._view(view), failure=failure
+        )
+
+    def broke(self, node_id: str, *, life: str = "") -> e.LinkBroke:
+        return e.LinkBroke(node_id=node_id, incarnation=life or self.life(node_id))
+
+    def silent(self, node_id: str, *, life: str = "") -> e.NodeSilent:
+        silent_s = self.settings.silence_timeout_s
+        return e.NodeSilent(node_id=node_id, incarnation=life or self.life(node_id), silent_s=silent_s)
+
+    def offered(self, node_id: str, port: int | None = None, *, life: str = "") -> e.StoreOffered:
+        port = self.port() if port is None else port
+        return e.StoreOffered(node_id=node_id, incarnation=life or self.life(node_id), port=port)
+
+    def leaving(self, node_id: str, signal: int = 15, *, life: str = "") -> e.NodeLeaving:
+        return e.NodeLeaving(
+            node_id=node_id, incarnation=life or self.life(node_id), signal=signal, why="told to stop"
+        )
+
+    def gone(self, node_id: str, *, life: str = "") -> e.NodeGone:
+        return e.NodeGone(node_id=node_id, incarnation=life or self.life(node_id))
+
+    def _view(self, number: int | None) -> int:
+        if number is not None:
+            return number
+        return self.job.view.number if self.job.view else 0
+
+    # --- shorthands
+
+    def gather(self, *node_ids: str, **info: Any) -> World:
+        """These nodes join, and the view they make is formed."""
+        self.do(*(self.hello(node_id, **info) for node_id in node_ids))
+        self.wait(self.settings.settle_s)
+        assert self.serving
+        return self
+
+    def run(self, *node_ids: str, **info: Any) -> World:
+        """These nodes join and all their workers run."""
+        self.gather(*node_ids, **info)
+        self.start_all()
+        return self
+
+    def start_all(self) -> list[r.Record]:
+        """Every member starts its workers; the store's host offers its next one."""
+        assert self.job.view is not None and self.serving
+        offer = self.offered(self.job.view.store_node_id)
+        return self.do(offer, *(self.started(node_id) for node_id in self.members)).records
+
+    def reconnect_all(self) -> list[r.Record]:
+        """Every living node says hello again, as after a restart of the master."""
+        present = [n.node_id for n in self.job.nodes.values() if isinstance(n.standing, Present)]
+        return self.do(*(self.hello(node_id) for node_id in present)).records
+
+    # --- questions
+
+    @property
+    def serving(self) -> bool:
+        return isinstance(self.job.phase, Serving)
+
+    @property
+    def gathering(self) -> bool:
+        return isinstance(self.job.phase, Gathering)
+
+    @property
+    def finished(self) -> r.JobFinished | None:
+        return self.job.phase.record if isinstance(self.job.phase, Finished) else None
+
+    @property
+    def view_number(self) -> int:
+        return self.job.view.number if self.job.view else 0
+
+    @property
+    def members(self) -> list[str]:
+        """The nodes of the view in the order of their ranks."""
+        return [m.node_id for m in self.job.view.members] if self.job.view else []
+
+    def order_to(self, node_id: str) -> o.Order | None:
+        """What the node's current life was last told."""
+        return self.told.get(self.life(node_id))
+
+
+def durable(job: Job) -> dict[str, Any]:
+    """All that a journal must be able to rebuild."""
+    told = {f.name: getattr(job, f.name) for f in fields(job) if f.name != "nodes"}
+    return told | {"nodes": {node_id: _durable_node(node) for node_id, node in job.nodes.items()}}
+
+
+def _durable_node(node: Node) -> dict[str, Any]:
+    return {key: value for key, value in vars(node).items() if key not in SOFT_FIELDS}
+
+
+def tags(records: Iterable[r.Record]) -> list[str]:
+    """The kinds of records, for comparing at a glance."""
+    return [str(record.__struct_config__.tag) for record in records]
+
+
+def only(records: Iterable[r.Record], kind: type[Any]) -> Any:
+    """The one record of its kind."""
+    found = [record for record in records if isinstance(record, kind)]
+    assert len(found) == 1, f"{len(found)} records of {kind.__name__}"
+    return found[0]
