@@ -127,9 +127,9 @@ def test_the_time_out_does_not_cut_short_a_verdict() -> None:
 # --- blame: what counts against the restarts
 
 
-def lose(world: World, node_id: str) -> None:
+def lose(world: World, node_id: str) -> list[r.Record]:
     world.do(world.broke(node_id))
-    world.wait(0.3)
+    return world.wait(0.3)
 
 
 BLAME: dict[str, tuple[Callable[[World], object], int]] = {
@@ -141,7 +141,7 @@ BLAME: dict[str, tuple[Callable[[World], object], int]] = {
     "a lost node": (lambda w: lose(w, "b"), 0),
     "a silent node": (lambda w: w.do(w.silent("b")), 0),
     "a lost node's collateral": (lambda w: (w.do(w.failed("a", collateral=True)), lose(w, "b")), 0),
-    "a lost node's collateral, heard after": (lambda w: (lose(w, "b"), w.do(w.failed("a", view=1, collateral=True))), 0),
+    "a lost node's late collateral": (lambda w: (lose(w, "b"), w.do(w.failed("a", view=1, collateral=True))), 0),
     "a node that leaves": (lambda w: w.do(w.leaving("b")), 0),
     "a leaving node's collateral": (lambda w: w.do(w.failed("a", collateral=True), w.leaving("b")), 0),
     "a node that joins": (lambda w: w.do(w.hello("d")), 0),

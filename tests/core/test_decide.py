@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,10 +18,10 @@ from holdfast.core.state import Left, Linked, Lost, Unlinked
 # --- who may have an id: the table at the head of decide.py, row by row
 
 
-def knock(world: World, node_id: str = "b", **hello: object) -> list[r.Record]:
+def knock(world: World, node_id: str = "b", **hello: Any) -> list[r.Record]:
     """The next life of a node says hello."""
     life = world.next_life(node_id)
-    return world.do(world.hello(node_id, life=life, **hello)).records  # type: ignore[arg-type]
+    return world.do(world.hello(node_id, life=life, **hello)).records
 
 
 def refusal(records: list[r.Record]) -> r.NodeRefused:
@@ -148,7 +149,7 @@ def test_an_id_that_fell_silent_is_refused_until_the_guard_window_is_over() -> N
     assert taken_in(knock(world))
 
 
-EARLY_ENDS: dict[str, dict[str, object]] = {
+EARLY_ENDS: dict[str, dict[str, Any]] = {
     "the process was seen dead": {"dead_lives": ["b.1"]},
     "the machine was rebooted": {"boot_id": "boot-2"},
 }
@@ -183,12 +184,12 @@ def test_a_draining_life_that_is_seen_dead_has_left() -> None:
 # --- who is refused for what it was told
 
 
-def spec(**changes: object) -> e.JobSpec:
+def spec(**changes: Any) -> e.JobSpec:
     told = e.JobSpec(run_id="job", nodes_min=2, nodes_max=2, restarts_max=3)
     return msgspec.structs.replace(told, **changes)
 
 
-MISMATCHES: dict[str, tuple[dict[str, object], str]] = {
+MISMATCHES: dict[str, tuple[dict[str, Any], str]] = {
     "another job": ({"spec": spec(run_id="other")}, "--rdzv-id"),
     "another size": ({"spec": spec(nodes_max=3)}, "--nnodes 2:3"),
     "another number of restarts": ({"spec": spec(restarts_max=0)}, "--max-restarts 0"),
@@ -201,7 +202,7 @@ MISMATCHES: dict[str, tuple[dict[str, object], str]] = {
 def test_a_mistaken_agent_is_told_what_to_change(mistake: str) -> None:
     hello, remedy = MISMATCHES[mistake]
     world = World()
-    records = world.do(world.hello("a", **hello)).records  # type: ignore[arg-type]
+    records = world.do(world.hello("a", **hello)).records
     assert tags(records) == ["node-refused"]
     assert remedy in refusal(records).why and refusal(records).retry_after_s is None
 

@@ -66,18 +66,20 @@ def test_a_process_killed_by_a_signal_is_its_own_cause() -> None:
     assert not is_collateral(failure(end=Signalled(9, "SIGKILL")))
 
 
-VICTIM = {"exception": "ConnectionResetError"}
+def victim(rank: int, at: float) -> Failure:
+    return failure(rank, at, exception="ConnectionResetError")
+
 
 
 def test_a_failure_of_its_own_comes_before_collateral_however_late_it_was_seen() -> None:
     cause = failure(rank=3, at=9.0, exception="ValueError")
-    assert root_cause([failure(rank=0, at=1.0, **VICTIM), cause, failure(rank=1, at=0.5, **VICTIM)]) is cause
+    assert root_cause([victim(rank=0, at=1.0), cause, victim(rank=1, at=0.5)]) is cause
 
 
 def test_of_equals_the_first_to_happen_is_the_cause() -> None:
     early, late = failure(rank=5, at=1.0), failure(rank=0, at=2.0)
     assert root_cause([late, early]) is early
-    first, second = failure(rank=5, at=1.0, **VICTIM), failure(rank=0, at=2.0, **VICTIM)
+    first, second = victim(rank=5, at=1.0), victim(rank=0, at=2.0)
     assert root_cause([second, first]) is first
 
 

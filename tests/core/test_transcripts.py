@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+
 from core.transcript import render
 
 HERE = Path(__file__).parent / "transcripts"

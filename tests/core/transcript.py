@@ -1,14 +1,15 @@
 """Transcripts: a scenario in a tiny language, and below each line what the core made of it.
 
 A line that begins with `>` is an input; the indented lines after it are what is expected: records as
-`kind what: why`, orders as `-> life what`, and when the job wants to be woken. Several events joined by `;` are one batch.
-`#` begins a comment. Inputs:
+`kind what: why`, orders as `-> life what`, and when the job wants to be woken. Several events joined by `;` are one
+batch. `#` begins a comment. Inputs:
 
     job nodes=1:2 restarts=3 workers=2          settings by their names; always first
-    hello a [life=2] [dead=a.1] [rank=0] [workers=4] [boot=boot-2] [pid=7] [port=0]
+    hello a [dead=a.1] [rank=0] [workers=4] [boot=boot-2] [pid=7] [port=0]
     started a        succeeded a [0]        offers a [port]
     failed a [0] [exit=1|signal=9|oom|unstartable] [collateral] [view=1]
     broke a          silent a               leaving a [signal=15]        gone a
+    (any of them)    [life=2]: from here on the node's events come from its second life
     wait 0.5         let so many seconds pass
     wake             go to the next deadline
     master restarts [down=2.5]
@@ -21,14 +22,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from core.world import START, World
-
 from holdfast.core import events as e
 from holdfast.core import orders as o
 from holdfast.core import records as r
 from holdfast.core.conclude import next_deadline
 from holdfast.core.faults import End, Exited, NotStarted, OutOfMemory, Signalled, describe
 from holdfast.core.state import Finished, Gathering, Serving
-from holdfast.core.transact import Transaction
 
 SIGNALS = {9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
 
@@ -51,57 +50,46 @@ class Scenario:
 
     def __init__(self) -> None:
         self.world: World | None = None
-        self.heard = 0
-        """How much of the world's history has been told."""
+        self.records_told = 0
+        self.orders_told = 0
 
     def answer(self, text: str) -> Iterator[str]:
         words = text.split()
         if words[0] == "job":
             self.world = _world(words[1:])
-            yield from self._news([])
+            yield from self._news(self.world)
             return
         assert self.world is not None, "the first line must be `job`"
-        before = self.world.now
-        if words[0] == "status":
+        if words == ["status"]:
             yield from _status(self.world)
             return
-        spoken: list[str] = []
-        self._perform(self.world, text, words, spoken)
+        before = self.world.now
+        _perform(self.world, text, words)
         if self.world.now != before:
             yield f"at {self.world.now - START:.3f}"
-        yield from self._news(spoken)
+        yield from self._news(self.world)
 
-    def _perform(self, world: World, text: str, words: list[str], spoken: list[str]) -> None:
-        def do(*events: e.Event) -> Transaction:
-            done = _do(*events)
-            spoken.extend(_order(addressed) for addressed in done.orders)
-            return done
-
-        _do, world.do = world.do, do  # type: ignore[method-assign]
-        try:
-            match words:
-                case ["wait", seconds]:
-                    world.wait(float(seconds))
-                case ["wake"]:
-                    world.wake()
-                case ["master", "restarts", *options]:
-                    world.restart_master(float(_options(options).get("down", "0")))
-                case _:
-                    world.do(*(_event(world, part.split()) for part in text.split(";")))
-        finally:
-            world.do = _do  # type: ignore[method-assign]
-
-    def _news(self, spoken: list[str]) -> Iterator[str]:
-        assert self.world is not None
-        records = self.world.history[self.heard :]
-        self.heard = len(self.world.history)
+    def _news(self, world: World) -> Iterator[str]:
+        records, said = world.history[self.records_told :], world.said[self.orders_told :]
+        self.records_told, self.orders_told = len(world.history), len(world.said)
         yield from (_record(record) for record in records)
-        yield from spoken
-        if not records and not spoken:
+        yield from (_order(addressed) for addressed in said)
+        if not records and not said:
             yield "(nothing)"
-        deadline = next_deadline(self.world.job)
-        if deadline is not None:
-            yield f"(wakes in {deadline - self.world.now:.3f} s)"
+        if (deadline := next_deadline(world.job)) is not None:
+            yield f"(wakes in {deadline - world.now:.3f} s)"
+
+
+def _perform(world: World, text: str, words: list[str]) -> None:
+    match words:
+        case ["wait", seconds]:
+            world.wait(float(seconds))
+        case ["wake"]:
+            world.wake()
+        case ["master", "restarts", *options]:
+            world.restart_master(float(_options(options).get("down", "0")))
+        case _:
+            world.do(*(_event(world, part.split()) for part in text.split(";")))
 
 
 def _world(words: list[str]) -> World:
@@ -121,6 +109,8 @@ def _event(world: World, words: list[str]) -> e.Event:
     options = _options([word for word in rest if "=" in word])
     bare = [word for word in rest if "=" not in word]
     number = next((int(word) for word in bare if word.isdigit()), None)
+    if "life" in options:
+        world.lives[node_id] = int(options["life"])
     if kind == "hello":
         return _hello(world, node_id, options)
     if kind == "failed":
@@ -141,8 +131,6 @@ def _event(world: World, words: list[str]) -> e.Event:
 
 
 def _hello(world: World, node_id: str, options: dict[str, str]) -> e.Hello:
-    if "life" in options:
-        world.lives[node_id] = int(options["life"])
     return world.hello(
         node_id,
         dead_lives=[options["dead"]] if "dead" in options else [],

@@ -55,6 +55,8 @@ class World:
         """The job as the journal tells it, kept up to date record by record."""
         self.journal: list[bytes] = []
         self.history: list[r.Record] = []
+        self.said: list[o.Addressed] = []
+        """All orders that left the master."""
         self.told: dict[str, o.Order] = {}
         """By life: the last order that left the master."""
         self.lives: dict[str, int] = {}
@@ -107,6 +109,7 @@ class World:
                 if self.careful:
                     evolve(self.shadow, _decode(line))
         self.history += done.records
+        self.said += done.orders
         for addressed in done.orders:
             self.told[addressed.incarnation] = addressed.order
         self._check(done, over)
@@ -192,7 +195,6 @@ class World:
         failed_at: float | None = None,
     ) -> e.WorkerFailed:
         member = self.job.members.get(node_id)
-        broken = {"exception": "DistNetworkError", "message": "Connection reset by peer"} if collateral else {}
         failure = Failure(
             node_id=node_id,
             view=self._view(view),
@@ -201,7 +203,8 @@ class World:
             pid=1,
             end=end,
             failed_at=self.now if failed_at is None else failed_at,
-            **broken,
+            exception="DistNetworkError" if collateral else "",
+            message="Connection reset by peer" if collateral else "",
         )
         return e.WorkerFailed(
             node_id=node_id, incarnation=life or self.life(node_id), view=self._view(view), failure=failure

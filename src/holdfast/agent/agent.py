@@ -35,8 +35,9 @@ from holdfast.core.events import Event, Hello, NodeGone, NodeInfo, NodeLeaving, 
 from holdfast.core.faults import Failure
 from holdfast.core.orders import Exit, Hold, Order, Refuse, Serve
 from holdfast.core.records import Outcome
-from holdfast.errors import AuthenticationError, HoldfastError
+from holdfast.errors import AuthenticationError, LaunchError
 
+EXIT_FAILED = 1
 EXIT_REFUSED = 4
 EXIT_NO_MASTER = 5
 TAKE_OVER_AFTER_S = 1.0
@@ -44,6 +45,7 @@ TAKE_OVER_AFTER_S = 1.0
 GOODBYE_S = 3.0
 """How long a leaving agent waits for the master to take note."""
 MEMORY_SAMPLE_S = 1.0
+HOLDING_LINE_AFTER_S = 1.0
 WAITING_LINE_S = 10.0
 """How often an agent that waits says so."""
 
@@ -77,6 +79,7 @@ class Agent:
         self._signal: signal.Signals | None = None
         self._background: set[asyncio.Task[None]] = set()
         self._keeping: asyncio.Task[None] | None = None
+        self._linking: asyncio.Task[None] | None = None
         self._keeper = (
             MasterKeeper(config.master, config.master_host, config.master_port, dict(os.environ))
             if config.master
@@ -139,15 +142,21 @@ class Agent:
             except MasterFailedError as error:
                 return Result(EXIT_JOURNAL, str(error))
             self._keeping = self._beside(self._keeper.keep())
-        link = asyncio.create_task(self._uplink.run())
+        link = self._linking = asyncio.create_task(self._join())
         self._beside(self._sample_memory())
         self._beside(self._look_after_master())
         orders = asyncio.create_task(self._work())
         try:
             await asyncio.wait({link, orders}, return_when=asyncio.FIRST_COMPLETED)
-            return orders.result() if orders.done() else _refused(link)
+            return _refused(link) if link.done() and not link.cancelled() else await orders
         finally:
             await self._close(link, orders)
+
+    async def _join(self) -> None:
+        """Only when this node can start workers at once: a job that runs must not wait for a newcomer to warm up."""
+        for problem in (await self._launcher.ready()).problems:
+            log.warning(problem)
+        await self._uplink.run()
 
     async def _close(self, *tasks: asyncio.Task[Any]) -> None:
         for task in (*tasks, *self._background):
@@ -183,10 +192,10 @@ class Agent:
         match order:
             case Serve() if self._crew is None or self._crew.view != order.view:
                 await self._serve(order)
-            case Hold(job_id=job_id, why=why):
+            case Hold(job_id=job_id):
                 self._job_id = job_id
                 await self._stop_crew(self._config.restart_grace_s)
-                log.info(f"holding: {why}")
+                self._beside(self._say_holding(order))
             case Exit():
                 await self._stop_crew(self._config.shutdown_timeout_s)
                 return Result(order.exit_code, order.why, order.outcome, order.cause)
@@ -231,6 +240,11 @@ class Agent:
             await self._logs.drain()
         self._launcher.reap_orphans({self._keeper.process_id} if self._keeper else set())
 
+    async def _say_holding(self, order: Hold) -> None:
+        await asyncio.sleep(HOLDING_LINE_AFTER_S)  # most holds are over in a moment and not worth a line
+        if self._order is order:
+            log.info(f"holding: {order.why}")
+
     # --- going
 
     def _on_signal(self, received: signal.Signals) -> None:
@@ -259,6 +273,8 @@ class Agent:
                 await self._uplink.drained()
         except TimeoutError:
             log.warning("the master did not take note of the goodbye; leaving all the same")
+        if self._linking:
+            self._linking.cancel()
         if self._keeper and self._keeper.owned:
             await self._host_to_the_end()
         return Result(128 + int(received), f"ended by {received.name}", Outcome.STOPPED)
@@ -327,10 +343,10 @@ def _refused(link: asyncio.Task[None]) -> Result:
     error = link.exception()
     if isinstance(error, AuthenticationError):
         return Result(EXIT_REFUSED, str(error))
-    if isinstance(error, HoldfastError):
-        return Result(EXIT_NO_MASTER, str(error))
-    link.result()
-    raise AssertionError("the link ended without a reason")
+    if isinstance(error, LaunchError):
+        return Result(EXIT_FAILED, str(error))
+    assert error is not None, "the link ended without a reason"
+    raise error
 
 
 def _log_bugs(task: asyncio.Task[None]) -> None:

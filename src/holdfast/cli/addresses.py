@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 
-from holdfast.errors import UsageError
+from holdfast.errors import UsageError, WireError
 
 
 def resolve(host: str) -> str:
@@ -31,6 +31,19 @@ def is_local(host: str) -> bool:
         except OSError:
             return False
     return True
+
+
+def check_free(host: str, port: int) -> None:
+    """Raises WireError if somebody listens there already."""
+    address = resolve(host)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, port))
+            probe.listen()
+        except OSError as error:
+            raise WireError(f"cannot listen on {host}:{port}: {error.strerror}; choose another port") from error
 
 
 def own_address(master_host: str) -> str:

@@ -11,13 +11,13 @@ from pathlib import Path
 import structlog
 
 from holdfast.cli import exit_codes
-from holdfast.cli.addresses import is_loopback
+from holdfast.cli.addresses import check_free, is_loopback
 from holdfast.cli.console import set_up_logging
 from holdfast.cli.secrets import find_token
 from holdfast.core.settings import Settings
 from holdfast.core.state import Finished
 from holdfast.core.transact import replay
-from holdfast.errors import JournalError, UsageError, WireError
+from holdfast.errors import JournalError, JournalLockedError, UsageError, WireError
 from holdfast.journal import SqliteJournal, read_entries
 from holdfast.master.master import Master
 from holdfast.wire.channel import Tls
@@ -36,34 +36,39 @@ def master(argv: list[str]) -> int:
 
 
 async def _run(options: argparse.Namespace, settings: Settings, token: str, tls: Tls | None) -> int:
-    journal = open_journal(Path(options.state_dir), options.job_id, settings, resume=options.resume)
     try:
-        the_master = Master(journal, options.job_id, settings)
-        if options.parent_pid:
-            _watch_parent(the_master, options.parent_pid)
-        await the_master.run(options.host, options.port, token, tls, lambda port: _announce(options, port))
-    except WireError as error:
-        log.error(str(error))
+        check_free(options.host, options.port)  # before the journal is touched: most often another agent was first
+        journal = open_journal(Path(options.state_dir), options.job_id, settings, resume=options.resume)
+        try:
+            the_master = Master(journal, options.job_id, settings)
+            if options.parent_pid:
+                _watch_parent(the_master, options.parent_pid)
+            await the_master.run(options.host, options.port, token, tls, lambda port: _announce(options, port))
+        finally:
+            journal.close()
+    except (WireError, JournalLockedError) as error:
+        (log.debug if options.parent_pid else log.error)(str(error))
         return exit_codes.ADDRESS_TAKEN
     except JournalError as error:
         log.error(str(error))
         return exit_codes.NO_MASTER
-    finally:
-        journal.close()
     return exit_codes.SUCCESS
 
 
 def open_journal(state_dir: Path, job_id: str, settings: Settings, *, resume: bool) -> SqliteJournal:
     """The job's journal: a new one, an unfinished one to go on with, or with `resume` the one there must be."""
-    path = journal_path(state_dir, job_id)
-    if resume and not path.exists():
-        raise JournalError(
-            f"the journal {path} is gone while its job runs: restore it. The workers go on, but without a master"
-            " nothing is recovered"
-        )
-    if path.exists() and not resume:
-        _look_at_earlier(path, settings)
-    return SqliteJournal(path)
+
+
+    def look(path: Path) -> None:
+        if resume and not path.exists():
+            raise JournalError(
+                f"the journal {path} is gone while its job runs: restore it. The workers go on, but without a master"
+                " nothing is recovered"
+            )
+        if path.exists() and not resume:
+            _look_at_earlier(path, settings)
+
+    return SqliteJournal(journal_path(state_dir, job_id), before_open=look)
 
 
 def journal_path(state_dir: Path, job_id: str) -> Path:

@@ -103,7 +103,7 @@ def _while_gathering(job: Job, phase: Gathering, now: float) -> r.Record | None:
     if settled_at is not None:
         if len(eligible) < job.settings.nodes_max and now < settled_at:
             return None
-        return _form_view(job, eligible, now, f"{len(eligible)} nodes are here")
+        return _form_view(job, eligible, now, f"{len(eligible)} of {job.settings.nodes_max} nodes here")
     if now < phase.deadline:
         return None
     if len(eligible) >= job.settings.nodes_min:

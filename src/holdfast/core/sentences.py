@@ -25,7 +25,7 @@ def sentence(record: r.Record) -> str:
         case r.NodeLeft(node_id=node_id):
             return f"node {node_id} has left"
         case r.GatheringBegan(at=at, deadline=deadline, why=why):
-            return f"{why}; waiting for up to {deadline - at:.0f} s"
+            return f"{why}: waiting for up to {deadline - at:.0f} s"
         case r.ViewFormed(view=view, why=why):
             size = f"{view.world_size} ranks on {len(view.members)} node{'s' * (len(view.members) > 1)}"
             return f"view {view.number} formed: {size} ({why})"

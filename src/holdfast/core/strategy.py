@@ -64,9 +64,9 @@ def choose(job: Job) -> Choice:
         return Choice(Strategy.EXIT, False, f"{left} (--max-restarts {settings.restarts_max})")
     eligible = sum(n.eligible for n in job.nodes.values())
     if eligible < settings.nodes_min:
-        why = f"{eligible} of at least {settings.nodes_min} nodes are left: waiting for more"
+        why = f"{eligible} of at least {settings.nodes_min} nodes are left"
         return Choice(Strategy.WAIT, counted, why)
-    return Choice(Strategy.RESTART, counted, f"{min(eligible, settings.nodes_max)} nodes can go on")
+    return Choice(Strategy.RESTART, counted, f"{min(eligible, settings.nodes_max)} of {settings.nodes_max} nodes can go on")
 
 
 def members_gone(job: Job) -> list[tuple[str, bool]]:

@@ -55,7 +55,7 @@ def begin(job: Job, job_id: str, settings: Settings, now: float) -> Transaction:
     if job.term == 0:
         _apply(job, r.JobCreated(at=now, job_id=job_id, settings=settings), done)
         deadline = now + settings.join_timeout_s
-        _apply(job, r.GatheringBegan(at=now, deadline=deadline, why="waiting for nodes"), done)
+        _apply(job, r.GatheringBegan(at=now, deadline=deadline, why="no node is here yet"), done)
     _apply(job, r.TermBegan(at=now, term=job.term + 1), done)
     return done
 

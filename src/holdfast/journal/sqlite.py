@@ -15,7 +15,7 @@ import fcntl
 import hashlib
 import os
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -40,16 +40,24 @@ class Entry(msgspec.Struct, frozen=True):
 class SqliteJournal:
     """The one writer of a job's journal."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, before_open: Callable[[Path], None] = lambda path: None) -> None:
+        """`before_open` sees the path when the lock is held and nothing is open yet: the time to put an old
+        journal aside."""
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._lock_fd = _lock(path)
-            self._db = _open(path)
         except OSError as error:
             raise JournalError(f"cannot open the journal {path}: {error.strerror or error}") from error
+        try:
+            before_open(path)
+            self._db = _open(path)
         except sqlite3.Error as error:
+            os.close(self._lock_fd)
             raise _explain(path, error) from error
+        except BaseException:
+            os.close(self._lock_fd)
+            raise
         self._seq = 0
         self._chain = CHAIN_START
 

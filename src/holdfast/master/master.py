@@ -23,7 +23,7 @@ from holdfast.core.conclude import next_deadline
 from holdfast.core.records import DurableRecord, NodeRefused, is_durable
 from holdfast.core.sentences import sentence
 from holdfast.core.settings import Settings
-from holdfast.core.state import Finished, Job
+from holdfast.core.state import Finished, Gathering, Job
 from holdfast.core.transact import Transaction, begin, replay, transact
 from holdfast.errors import WireError
 from holdfast.journal import SqliteJournal
@@ -34,6 +34,10 @@ from holdfast.wire.messages import Acknowledge, Command, Heartbeat, Page, Report
 BATCH_EVENTS_MAX = 4_096
 FAREWELL_S = 5.0
 """How long a finished master stays for agents that have not heard the end yet."""
+FAREWELL_STREAMS_S = 0.5
+"""How long the last messages may take to get out."""
+PROGRESS_LINE_S = 10.0
+"""How often the log says that the job still waits for nodes."""
 ORPHAN_GRACE_S = 2.0
 """How long a master whose agent died stays without any other agent."""
 
@@ -58,6 +62,7 @@ class Master:
         self._agents = Switchboard()
         self._watchers: dict[Session, int] = {}
         self._orphaned = False
+        self._progress_at = self._clock() + PROGRESS_LINE_S
         self._commit(begin(self._job, job_id, settings, self._clock()))
 
     @property
@@ -86,7 +91,10 @@ class Master:
             await self._decide_until_finished()
             await self._see_off()
         finally:
-            await server.stop()
+            self._agents.end_all()
+            for watcher in self._watchers:
+                watcher.finish()
+            await server.stop(FAREWELL_STREAMS_S)
 
     # --- the loop
 
@@ -96,6 +104,7 @@ class Master:
             if batch is None:
                 log.warning("the agent that started this master is gone and no other is connected: it ends")
                 return
+            self._say_progress()
             events = [report.event if report else _link_broke(session) for session, report in batch]
             self._commit(transact(self._job, [*events, *self._silences()], self._clock()))
             for session, report in batch:
@@ -119,8 +128,19 @@ class Master:
             deadlines.append(quietest_at + self._job.settings.silence_timeout_s)
         if self._orphaned:
             deadlines.append(self._clock() + ORPHAN_GRACE_S)
+        if isinstance(self._job.phase, Gathering):
+            deadlines.append(self._progress_at)
         known = [deadline for deadline in deadlines if deadline is not None]
         return max(min(known) - self._clock(), 0.0) if known else None
+
+    def _say_progress(self) -> None:
+        phase, now = self._job.phase, self._clock()
+        if not isinstance(phase, Gathering) or now < self._progress_at:
+            return
+        here, settings = sum(n.eligible for n in self._job.nodes.values()), self._job.settings
+        left_s = phase.deadline - now
+        log.info(f"waiting for nodes: {here} of at least {settings.nodes_min} are here, {left_s:.0f} s left")
+        self._progress_at = now + PROGRESS_LINE_S
 
     def _silences(self) -> list[e.NodeSilent]:
         now = self._clock()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 from holdfast.wire.channel import ServerConnection
 from holdfast.wire.messages import FromMaster
@@ -27,6 +28,11 @@ class Session:
             self._outbox.put_nowait(message)
         except asyncio.QueueFull:
             self.end()
+
+    def finish(self) -> None:
+        """End the connection after what is queued."""
+        with contextlib.suppress(asyncio.QueueFull):
+            self._outbox.put_nowait(None)
 
     def end(self) -> None:
         """End the connection after nothing more."""
@@ -70,6 +76,11 @@ class Switchboard:
         """To whoever is on the line; an agent that is not will be told its standing order when it comes back."""
         if session := self._sessions.get(incarnation):
             session.send(message)
+
+    def end_all(self) -> None:
+        """See everyone off."""
+        for session in list(self._sessions.values()):
+            session.finish()
 
     def silent_since(self, heard_before: float) -> list[Session]:
         """Sessions from which nothing came since then."""

@@ -212,9 +212,9 @@ class Server:
         credentials = grpc.ssl_server_credentials([(key, cert)], ca, require_client_auth=ca is not None)
         return int(self._server.add_secure_port(address, credentials))
 
-    async def stop(self) -> None:
-        """End all connections."""
-        await self._server.stop(grace=None)
+    async def stop(self, grace_s: float) -> None:
+        """End all connections; those that are about to end by themselves have a moment to."""
+        await self._server.stop(grace=grace_s)
 
     async def _serve(self, _requests: Any, context: Any) -> None:
         peer = str(context.peer())

@@ -1,0 +1,128 @@
+"""A live master as a source of records: `--endpoint HOST:PORT`.
+
+The master sends its journal from a given number on, and goes on. When the connection breaks we come back and ask
+from the number we have, so its restart neither loses nor repeats a record. One that stays away was either lost or
+has finished between two pages; after a while that is said, because from here nobody can tell which.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+
+import msgspec
+
+from holdfast.core.records import DurableRecord, JobCreated
+from holdfast.errors import AuthenticationError, JournalError, UsageError, WireError
+from holdfast.journal import Entry
+from holdfast.observe.jobs import matches
+from holdfast.observe.tokens import Token
+from holdfast.wire.channel import ClientConnection, Tls, connect
+from holdfast.wire.messages import Page, Watch
+
+CONNECT_TIMEOUT_S = 5.0
+RECONNECT_PAUSE_S = 0.1
+RECONNECT_TIMEOUT_S = 30.0
+"""A killed master is back in about a second; this is long enough for a busy machine."""
+
+_decoder: msgspec.json.Decoder[DurableRecord] = msgspec.json.Decoder(DurableRecord)
+
+
+class MasterSource:
+    """A master's journal over the network."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        token: Token,
+        tls: Tls | None = None,
+        *,
+        wanted: str | None = None,
+        reconnect_timeout_s: float = RECONNECT_TIMEOUT_S,
+    ) -> None:
+        self.address = f"{host}:{port}"
+        self._host, self._port, self._token, self._tls = host, port, token, tls
+        self._wanted = wanted
+        self._reconnect_timeout_s = reconnect_timeout_s
+
+    async def pages(self) -> AsyncGenerator[list[Entry], None]:
+        """Everything so far, then news for ever."""
+        line, seen = await self._open(0), 0
+        try:
+            while True:
+                try:
+                    page = await line.receive()
+                except WireError as error:
+                    await line.close()
+                    line = await self._reopen(seen, error)
+                    continue
+                if entries := self._fresh(page, seen):
+                    self._check_job(entries[0])
+                    seen = entries[-1].seq
+                    yield entries
+        finally:
+            await line.close()
+
+    async def _open(self, seen: int) -> ClientConnection:
+        try:
+            line = await self._connect()
+            await line.send(Watch(seen))
+        except AuthenticationError as error:
+            raise AuthenticationError(
+                f"the master at {self.address} has another token than {self._token.place} ({error})"
+            ) from error
+        except WireError as error:
+            raise WireError(
+                f"no master answers at {self.address} ({error}): check the address and the TLS flags, or read the"
+                " journal on the master's machine, without --endpoint"
+            ) from error
+        return line
+
+    async def _connect(self) -> ClientConnection:
+        secret, tls = self._token.secret, self._tls
+        return await connect(
+            self._host, self._port, token=secret, role="watcher", tls=tls, timeout_s=CONNECT_TIMEOUT_S
+        )
+
+    async def _reopen(self, seen: int, broke: WireError) -> ClientConnection:
+        give_up_at = time.monotonic() + self._reconnect_timeout_s
+        while True:
+            try:
+                return await self._open(seen)
+            except AuthenticationError:
+                raise
+            except WireError:
+                if time.monotonic() >= give_up_at:
+                    raise WireError(
+                        f"the master at {self.address} went away ({broke}) and has not come back in"
+                        f" {self._reconnect_timeout_s:.0f} s, after record {seen}: the job may be over, or its master"
+                        " lost; its machine has the journal"
+                    ) from broke
+                await asyncio.sleep(RECONNECT_PAUSE_S)
+
+    def _fresh(self, page: object, seen: int) -> list[Entry]:
+        """The page's records that we do not have yet, each with its number."""
+        if not isinstance(page, Page):
+            raise WireError(f"the master at {self.address} sent something that is not for watchers")
+        first = page.last_seq - len(page.records) + 1
+        if page.last_seq < seen or first > seen + 1:
+            raise JournalError(
+                f"the master at {self.address} has another journal than before: it sent records {first} to"
+                f" {page.last_seq} when {seen} had been read"
+            )
+        return [Entry(seq, self._decode(seq, body)) for seq, body in enumerate(page.records, first) if seq > seen]
+
+    def _decode(self, seq: int, body: str) -> DurableRecord:
+        try:
+            return _decoder.decode(body)
+        except msgspec.DecodeError as error:
+            raise JournalError(
+                f"record {seq} of the master at {self.address} cannot be read ({error}): use its version of Holdfast"
+            ) from error
+
+    def _check_job(self, first: Entry) -> None:
+        record = first.record
+        if self._wanted and isinstance(record, JobCreated) and not matches(record.job_id, self._wanted):
+            raise UsageError(f"the master at {self.address} runs job {record.job_id}, not {self._wanted}")

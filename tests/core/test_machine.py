@@ -1,0 +1,243 @@
+"""Orders of events nobody thought of: hypothesis chooses what happens next, and the core must cope.
+
+Checked after every step, besides all that `World` checks: views only follow one another and keep ranks stable, no
+store is used for two views, what agents do never runs ahead of the journal, and restarts are counted once. At the
+end there are no more faults, and the job must come to rest where it should.
+
+`HOLDFAST_EXAMPLES=5000` looks further, with other seeds.
+"""
+
+from __future__ import annotations
+
+import os
+from itertools import pairwise
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from core.fleet import Agent, Fleet
+from core.world import World
+from holdfast.core import records as r
+from holdfast.core.views import View
+
+EXAMPLES = int(os.environ.get("HOLDFAST_EXAMPLES", "0"))
+SIZES = [(1, 1), (1, 2), (1, 3), (2, 2), (2, 3), (3, 3)]
+PAUSES_S = [0.05, 0.3, 0.5, 4.0, 31.0]
+
+picks = st.integers(0, 7)
+
+
+class Machine(RuleBasedStateMachine):
+    """A job under random fire."""
+
+    @initialize(
+        size=st.sampled_from(SIZES),
+        restarts=st.integers(0, 3),
+        workers=st.integers(1, 2),
+        joining=st.integers(0, 4),
+        up=st.booleans(),
+    )
+    def begin(self, size: tuple[int, int], restarts: int, workers: int, joining: int, up: bool) -> None:
+        self.world = World(nodes=size, restarts=restarts, workers=workers)
+        self.fleet = Fleet(self.world)
+        for node_id in "abcd"[:joining]:
+            self.fleet.start(node_id, vouch=True)
+        if up:  # most of what is interesting happens to a job that runs
+            self.fleet.settle()
+
+    def pick(self, number: int, candidates: list[Agent]) -> Agent:
+        return candidates[number % len(candidates)]
+
+    def linked(self) -> list[Agent]:
+        return [a for a in self.fleet.agents if a.reachable]
+
+    def unlinked(self) -> list[Agent]:
+        return [a for a in self.fleet.agents if not a.connected]
+
+    def cut_off(self) -> list[Agent]:
+        return [a for a in self.fleet.agents if a.connected and a.cut]
+
+    def working(self) -> list[Agent]:
+        return [a for a in self.fleet.agents if a.running]
+
+    # --- nodes come and go
+
+    @precondition(lambda self: len(self.fleet.agents) < 5)
+    @rule(node_id=st.sampled_from("abcde"), vouch=st.booleans())
+    def a_node_starts(self, node_id: str, vouch: bool) -> None:
+        self.fleet.start(node_id, vouch=vouch)
+
+    @precondition(lambda self: self.fleet.agents)
+    @rule(pick=picks)
+    def a_node_dies(self, pick: int) -> None:
+        self.fleet.kill(self.pick(pick, self.fleet.agents))
+
+    @precondition(lambda self: any(not a.leaving for a in self.fleet.agents))
+    @rule(pick=picks)
+    def a_node_is_told_to_go(self, pick: int) -> None:
+        self.fleet.leave(self.pick(pick, [a for a in self.fleet.agents if not a.leaving]))
+
+    @precondition(lambda self: any(a.leaving and a.reachable for a in self.fleet.agents))
+    @rule(pick=picks)
+    def a_node_says_goodbye(self, pick: int) -> None:
+        self.fleet.goodbye(self.pick(pick, [a for a in self.linked() if a.leaving]))
+
+    # --- connections
+
+    @precondition(lambda self: self.linked())
+    @rule(pick=picks)
+    def a_connection_breaks(self, pick: int) -> None:
+        self.fleet.disconnect(self.pick(pick, self.linked()))
+
+    @precondition(lambda self: self.unlinked())
+    @rule(pick=picks)
+    def a_node_connects_again(self, pick: int) -> None:
+        self.fleet.hello(self.pick(pick, self.unlinked()))
+
+    @precondition(lambda self: self.linked())
+    @rule(pick=picks)
+    def a_connection_is_cut(self, pick: int) -> None:
+        self.pick(pick, self.linked()).cut = True
+
+    @precondition(lambda self: self.cut_off())
+    @rule(pick=picks)
+    def a_cut_heals(self, pick: int) -> None:
+        self.pick(pick, self.cut_off()).cut = False
+
+    @precondition(lambda self: self.cut_off() or self.fleet.unnoticed)
+    @rule(pick=picks)
+    def a_node_is_missed(self, pick: int) -> None:
+        self.fleet.fall_silent(self.pick(pick, self.cut_off() + self.fleet.unnoticed))
+
+    # --- workers
+
+    @precondition(lambda self: self.working())
+    @rule(pick=picks, collateral=st.booleans())
+    def a_worker_fails(self, pick: int, collateral: bool) -> None:
+        agent = self.pick(pick, self.working())
+        self.fleet.workers_fail(agent, sorted(agent.running)[pick % len(agent.running)], collateral=collateral)
+
+    @precondition(lambda self: self.working())
+    @rule(pick=picks)
+    def a_worker_succeeds(self, pick: int) -> None:
+        agent = self.pick(pick, self.working())
+        self.fleet.worker_succeeds(agent, min(agent.running))
+
+    # --- what is under way arrives
+
+    @precondition(lambda self: self.fleet.deliverable())
+    @rule(pick=picks, again=st.booleans())
+    def a_report_arrives(self, pick: int, again: bool) -> None:
+        indices = self.fleet.deliverable()
+        self.fleet.deliver(indices[pick % len(indices)], again=again)
+
+    @precondition(lambda self: any(a.inbox for a in self.linked()))
+    @rule(pick=picks, startable=st.sampled_from([True, True, True, False]))
+    def an_order_is_obeyed(self, pick: int, startable: bool) -> None:
+        self.fleet.obey(self.pick(pick, [a for a in self.linked() if a.inbox]), startable=startable)
+
+    @rule()
+    def all_orders_and_reports_arrive(self) -> None:
+        for agent in self.linked():
+            while agent.inbox:
+                self.fleet.obey(agent)
+        for index in reversed(self.fleet.deliverable()):
+            self.fleet.deliver(index)
+
+    # --- time and the master
+
+    @rule(seconds=st.sampled_from(PAUSES_S))
+    def time_passes(self, seconds: float) -> None:
+        self.world.wait(seconds)
+        self.fleet.route()
+
+    @rule(down_s=st.sampled_from([0.0, 1.0, 700.0]))
+    def the_master_restarts(self, down_s: float) -> None:
+        self.fleet.restart_master(down_s)
+
+    @precondition(lambda self: self.fleet.deliverable())
+    @rule(pick=picks)
+    def the_master_dies_before_its_journal_has_what_it_decided(self, pick: int) -> None:
+        indices = self.fleet.deliverable()
+        _, event = self.fleet.mail[indices[pick % len(indices)]]
+        self.fleet.restart_master(lost=event)
+
+    # --- what must always hold
+
+    @invariant()
+    def views_follow_one_another(self) -> None:
+        formed = [record.view for record in self.world.history if isinstance(record, r.ViewFormed)]
+        assert [view.number for view in formed] == list(range(1, len(formed) + 1))
+        stores = [(view.store_host, view.store_port) for view in formed]
+        assert len(set(stores)) == len(stores), "a store was used for two views"
+        for before, after in pairwise(formed):
+            assert_stable(before, after)
+
+    @invariant()
+    def agents_do_not_run_ahead(self) -> None:
+        job = self.world.job
+        by_view: dict[int, list[Agent]] = {}
+        for agent in self.fleet.agents:
+            if agent.serve:
+                by_view.setdefault(agent.serve.view, []).append(agent)
+        for number, agents in by_view.items():
+            assert number <= self.world.view_number, "a view that no journal has"
+            orders = [a.serve for a in agents if a.serve]
+            assert len({(s.world_size, s.store_host, s.store_port) for s in orders}) == 1
+            assert len({s.group_rank for s in orders}) == len(orders), "two agents with one rank"
+            if number == self.world.view_number:
+                for agent in agents:
+                    assert job.members[agent.node_id].incarnation == agent.life, "a stranger serves the view"
+
+    @invariant()
+    def restarts_are_counted_once_a_view(self) -> None:
+        decided = [record for record in self.world.history if isinstance(record, r.IncidentDecided)]
+        views = [d.view for d in decided]
+        assert len(set(views)) == len(views), "decided twice about one view"
+        assert self.world.job.restarts_used == sum(d.counted for d in decided)
+
+    # --- what must hold in the end
+
+    def teardown(self) -> None:
+        if not hasattr(self, "fleet"):
+            return
+        self.fleet.settle()
+        if self.world.finished:
+            assert not self.fleet.agents, "the job is over and somebody was not told"
+            return
+        nodes_min, nodes_max = self.world.settings.nodes_min, self.world.settings.nodes_max
+        here = {a.node_id: a for a in self.fleet.agents}
+        assert len(here) == len(self.fleet.agents), "two live under one id"
+        if self.world.gathering:
+            assert len(here) < nodes_min, "enough nodes are there and nothing happens"
+            return
+        job = self.world.job
+        assert job.incident is None and not job.failed and job.started == set(job.members)
+        assert set(job.members) <= set(here)
+        assert len(job.members) == min(nodes_max, len(here)) or job.done, "somebody was not taken in"
+        for node_id, agent in here.items():
+            assert (agent.serve.view if agent.serve else 0) == (self.world.view_number if node_id in job.members else 0)
+            for local_rank in sorted(agent.running):
+                self.fleet.worker_succeeds(agent, local_rank)
+        self.fleet.settle()
+        assert self.world.finished and self.world.finished.outcome is r.Outcome.SUCCEEDED
+
+
+def assert_stable(before: View, after: View) -> None:
+    ranks = {member.node_id: member.group_rank for member in before.members}
+    for member in after.members:
+        held = ranks.get(member.node_id)
+        if held is not None and held < len(after.members):
+            assert member.group_rank == held, f"{member.node_id} was moved"
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(
+    max_examples=EXAMPLES or 200,
+    derandomize=not EXAMPLES,
+    stateful_step_count=40,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
