@@ -200,14 +200,13 @@ class Fleet:
     def _refused(self, agent: Agent, order: o.Refuse) -> None:
         agent.connected = False
         agent.inbox.clear()
-        if order.rejoin:
+        if agent.leaving or order.retry_after_s is None:
             self._end(agent)
-            if not agent.leaving:
-                life = self.world.next_life(agent.node_id)
-                port, former = self.world.port(), (*agent.dead_lives, agent.life)
-                self.agents.append(Agent(agent.node_id, life, port, dead_lives=former))
-        elif order.retry_after_s is None:
+        elif order.rejoin:
             self._end(agent)
+            life = self.world.next_life(agent.node_id)
+            port, former = self.world.port(), (*agent.dead_lives, agent.life)
+            self.agents.append(Agent(agent.node_id, life, port, dead_lives=former))
         else:
             agent.retry_at = self.world.now + order.retry_after_s
 
@@ -235,8 +234,7 @@ class Fleet:
                 continue
             wakes = [a.retry_at for a in self.agents if not a.connected]
             deadline = next_deadline(self.world.job)
-            phase = self.world.job.phase
-            if deadline is not None and not (isinstance(phase, Gathering) and deadline == phase.deadline):
+            if deadline is not None and not self._only_more_nodes_would_help():
                 wakes.append(deadline)
             if not wakes:
                 return
@@ -244,9 +242,15 @@ class Fleet:
             self.route()
         raise AssertionError("it does not come to rest")
 
+    def _only_more_nodes_would_help(self) -> bool:
+        """Gathering, and nothing but its time-out to come."""
+        job = self.world.job
+        unsure = any(node.doubtful for node in job.nodes.values())
+        return isinstance(job.phase, Gathering) and next_deadline(job) == job.phase.deadline and not unsure
+
     def _bustle(self) -> bool:
         """Everything that can happen without time passing; whether anything did."""
-        busy = bool(self.mail or self.unnoticed)
+        busy = bool(self.deliverable() or self.unnoticed)
         for agent in list(self.unnoticed):
             self.fall_silent(agent)
         for agent in list(self.agents):

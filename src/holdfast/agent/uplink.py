@@ -62,8 +62,8 @@ class Uplink:
         self._drained.set()
         self._reconnect = False
         self.term = 0
-        self.unreachable_since: float | None = time.monotonic()
-        """On the monotonic clock; None while connected."""
+        self.unreachable_since: float | None = None
+        """On the monotonic clock; None while connected, and before the first attempt."""
         self.trouble = ""
         """Why the last attempt to connect failed."""
 
@@ -92,6 +92,7 @@ class Uplink:
     async def run(self) -> None:
         """Stay connected. Ends only by AuthenticationError, or by being cancelled."""
         retry_s = RETRY_FIRST_S
+        self.unreachable_since = time.monotonic()
         while True:
             heard = await self._connect_and_converse()
             retry_s = RETRY_FIRST_S if heard else min(retry_s * 2, RETRY_MAX_S)

@@ -67,24 +67,32 @@ class MasterSource:
 
     async def _open(self, seen: int) -> ClientConnection:
         try:
-            line = await self._connect()
-            await line.send(Watch(seen))
+            return await self._watch(seen)
         except AuthenticationError as error:
             raise AuthenticationError(
-                f"the master at {self.address} has another token than {self._token.place} ({error})"
+                f"the master at {self.address} did not let us in with the token from {self._token.place}: {error}"
             ) from error
         except WireError as error:
             raise WireError(
                 f"no master answers at {self.address} ({error}): check the address and the TLS flags, or read the"
                 " journal on the master's machine, without --endpoint"
             ) from error
-        return line
 
-    async def _connect(self) -> ClientConnection:
-        secret, tls = self._token.secret, self._tls
-        return await connect(
-            self._host, self._port, token=secret, role="watcher", tls=tls, timeout_s=CONNECT_TIMEOUT_S
+    async def _watch(self, seen: int) -> ClientConnection:
+        line = await connect(
+            self._host,
+            self._port,
+            token=self._token.secret,
+            role="watcher",
+            tls=self._tls,
+            timeout_s=CONNECT_TIMEOUT_S,
         )
+        try:
+            await line.send(Watch(seen))
+        except WireError:
+            await line.close()
+            raise
+        return line
 
     async def _reopen(self, seen: int, broke: WireError) -> ClientConnection:
         give_up_at = time.monotonic() + self._reconnect_timeout_s

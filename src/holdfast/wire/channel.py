@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +22,7 @@ import grpc.aio
 import msgspec
 
 from holdfast.errors import AuthenticationError, UsageError, WireError
+from holdfast.wire.gate import Gate, Stranger, guest_name
 from holdfast.wire.messages import FromMaster, ToMaster
 from holdfast.wire.secure import (
     PROTOCOL_VERSION,
@@ -43,7 +45,6 @@ _OPTIONS = [
     ("grpc.max_receive_message_length", FRAME_BYTES_MAX),
     ("grpc.max_send_message_length", FRAME_BYTES_MAX),
 ]
-_SERVER_OPTIONS = [*_OPTIONS, ("grpc.so_reuseport", 0)]  # two masters on one port must not share it silently
 _CLIENT_OPTIONS = [*_OPTIONS, ("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
 
 _encoder = msgspec.msgpack.Encoder()
@@ -184,7 +185,6 @@ class ServerConnection:
 
 
 Handler = Callable[[ServerConnection], Awaitable[None]]
-Stranger = Callable[[str, str], None]
 
 
 class Server:
@@ -192,32 +192,37 @@ class Server:
 
     def __init__(self, *, token: str, tls: Tls | None, handler: Handler, stranger: Stranger) -> None:
         self._token, self._tls, self._handler, self._stranger = token, tls, handler, stranger
-        self._server = grpc.aio.server(options=_SERVER_OPTIONS)
+        self._server = grpc.aio.server(options=_OPTIONS)
         self._server.add_generic_rpc_handlers((_Methods(self._serve, stranger),))
+        self._inner_name = f"holdfast-{os.getpid()}-{secrets.token_hex(8)}"
+        self._gate = Gate(f"\0{self._inner_name}", tls=tls is not None, stranger=stranger)
 
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port. Raises WireError if the address cannot be had."""
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        try:
-            bound = self._bind(address)
-        except RuntimeError as error:
-            raise WireError(f"cannot listen on {address}: it is in use, or not an address of this machine") from error
+        self._bind(f"unix-abstract:{self._inner_name}")  # leaves no file behind, however the master ends
         await self._server.start()
-        return bound
+        try:
+            return await self._gate.start(host, port)
+        except OSError as error:
+            await self.stop(0.0)
+            reason = os.strerror(error.errno) if error.errno else str(error)
+            raise WireError(f"cannot listen on {host}:{port}: {reason}") from error
 
-    def _bind(self, address: str) -> int:
+    def _bind(self, address: str) -> None:
         if self._tls is None:
-            return int(self._server.add_insecure_port(address))
+            self._server.add_insecure_port(address)
+            return
         cert, key, ca = self._tls.read()
         credentials = grpc.ssl_server_credentials([(key, cert)], ca, require_client_auth=ca is not None)
-        return int(self._server.add_secure_port(address, credentials))
+        self._server.add_secure_port(address, credentials)
 
     async def stop(self, grace_s: float) -> None:
         """End all connections; those that are about to end by themselves have a moment to."""
         await self._server.stop(grace=grace_s)
+        self._gate.stop()
 
     async def _serve(self, _requests: Any, context: Any) -> None:
-        peer = str(context.peer())
+        peer = guest_name(context.peer())
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 connection = await self._handshake(context, peer)

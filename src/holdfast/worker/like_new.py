@@ -71,9 +71,11 @@ def set_openblas_threads() -> None:
 
 
 def threads_wanted(*variables: str) -> int:
-    """OMP_NUM_THREADS may be a list, one number a level of nesting; the first is ours."""
+    """OMP_NUM_THREADS may be a list, one number a level of nesting; the first is ours. MKL and OpenBLAS, when they read
+    it themselves, do not take more threads than there are processors."""
+    processors = len(os.sched_getaffinity(0))
     for variable in variables:
         first = os.environ.get(variable, "").split(",")[0].strip()
         if first.isdigit() and int(first) > 0:
-            return int(first)
-    return len(os.sched_getaffinity(0))
+            return min(int(first), processors)
+    return processors

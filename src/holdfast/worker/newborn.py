@@ -57,6 +57,7 @@ def leave_home(intermediate_pid: int, agent_pid: int) -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, _PARENT_DIED)
     if os.getppid() == intermediate_pid:
         signal.sigwait({_PARENT_DIED})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {_PARENT_DIED})
     die_with(agent_pid)
 
 

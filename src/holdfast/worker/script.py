@@ -27,6 +27,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
+from typing import NoReturn
 
 from holdfast.wire.local import ScriptKind
 from holdfast.worker.error_file import write_error_file
@@ -43,19 +44,26 @@ def run(kind: ScriptKind, argv: Sequence[str]) -> None:
         "module": run_module,
         "path": run_path,
     }
+    failure: BaseException | None = None
     try:
         runners[kind](argv)
     except SystemExit:
         raise
-    except KeyboardInterrupt as error:
-        show(error, without_our_frames(error.__traceback__))
-        sys.excepthook = lambda *_: None  # it has been shown; the interpreter still has to die of it
-        raise
     except BaseException as error:  # the outermost frame of the user's program
-        trace = without_our_frames(error.__traceback__)
-        write_error_file(error, trace)  # first: a user's excepthook may end the process
+        failure = error
+    if failure is not None:  # outside the handler: a hook's own error must not look like a consequence of ours
+        end_badly(failure)
+
+
+def end_badly(error: BaseException) -> NoReturn:
+    trace = without_our_frames(error.__traceback__)
+    if isinstance(error, KeyboardInterrupt):
         show(error, trace)
-        sys.exit(1)
+        sys.excepthook = lambda *_: None  # it has been shown; the interpreter still has to die of it
+        raise error
+    write_error_file(error, trace)  # first: a user's excepthook may end the process
+    show(error, trace)
+    sys.exit(1)
 
 
 def run_script(argv: Sequence[str]) -> None:
@@ -103,12 +111,14 @@ def install_main() -> ModuleType:
     main.__dict__.update(__annotations__={}, __builtins__=builtins)
     main.__loader__ = importlib.machinery.BuiltinImporter
     sys.modules["__main__"] = main
+    if "multiprocessing" in sys.modules:
+        sys.modules["__mp_main__"] = main  # by this name, classes of the main module come back from spawned children
     return main
 
 
 def absolute(path: str) -> str:
     """As the interpreter does it: not normalised, so that tracebacks name files as they always have."""
-    return path if path.startswith("/") else f"{Path.cwd()}/{path.removeprefix('./')}"
+    return path if path.startswith("/") else f"{Path.cwd()}/{path}"
 
 
 def read_code(path: str) -> CodeType:

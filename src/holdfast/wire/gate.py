@@ -1,0 +1,158 @@
+"""The master's front door: looks at the first bytes of every connection before gRPC sees it.
+
+gRPC turns away what is not HTTP/2, but tells nobody. Here a stranger's bytes get an answer and a line in the log,
+and a connection that says nothing is not kept for ever. What begins like HTTP/2, or like TLS where the job uses
+it, is passed through unchanged to gRPC, which listens on a socket of this machine's only (and asks for the same
+proof of the token whoever connects).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable
+
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+TLS_HANDSHAKE = b"\x16\x03"
+OPENING_TIMEOUT_S = 10.0
+BUFFER_BYTES_MAX = 1024 * 1024
+BACKLOG_CONNECTIONS = 4_096
+ANSWER = b"holdfast: this port is for agents of a Holdfast job; what you sent is not their protocol\n"
+
+Stranger = Callable[[str, str], None]
+
+
+class Gate:
+    """Listens on the public address and relays to the private one."""
+
+    def __init__(self, inner_path: str, *, tls: bool, stranger: Stranger) -> None:
+        self._inner_path, self._stranger = inner_path, stranger
+        self._opening = TLS_HANDSHAKE if tls else HTTP2_PREFACE
+        self._listener: asyncio.Server | None = None
+        self._guests: set[_Guest] = set()
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; returns the port. OSError if the address cannot be had."""
+        loop = asyncio.get_running_loop()
+        self._listener = await loop.create_server(self._guest, host, port, backlog=BACKLOG_CONNECTIONS)
+        return int(self._listener.sockets[0].getsockname()[1])
+
+    def _guest(self) -> _Guest:
+        guest = _Guest(self._inner_path, self._opening, self._stranger, self._guests.discard)
+        self._guests.add(guest)
+        return guest
+
+    def stop(self) -> None:
+        """Close the door, and show everyone out."""
+        if self._listener is not None:
+            self._listener.close()
+        for guest in list(self._guests):
+            guest.leave()
+
+
+class _Half(asyncio.Protocol):
+    """One side of a relayed connection: what it reads, the other side writes."""
+
+    transport: asyncio.Transport | None = None
+    other: _Half | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.set_write_buffer_limits(BUFFER_BYTES_MAX)
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        if self.other is not None and self.other.transport is not None:
+            self.other.transport.write(data)
+
+    def pause_writing(self) -> None:
+        if self.other is not None and self.other.transport is not None:
+            self.other.transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        if self.other is not None and self.other.transport is not None:
+            self.other.transport.resume_reading()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self.other is not None and self.other.transport is not None:
+            self.other.transport.close()
+
+
+class _Guest(_Half):
+    """The public side. Says nothing to gRPC until the opening is right."""
+
+    def __init__(
+        self, inner_path: str, opening: bytes, stranger: Stranger, gone: Callable[[_Guest], None]
+    ) -> None:
+        self._inner_path, self._opening, self._stranger, self._gone = inner_path, opening, stranger, gone
+        self._heard = b""
+        self._admission: asyncio.Task[None] | None = None
+        self._patience: asyncio.TimerHandle | None = None
+        self._peer = "unknown"
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        address = transport.get_extra_info("peername") or ("unknown", 0)
+        self._peer = f"{address[0]}:{address[1]}"
+        loop = asyncio.get_running_loop()
+        self._patience = loop.call_later(OPENING_TIMEOUT_S, self._turn_away, "it said nothing we understand in time")
+
+    def data_received(self, data: bytes) -> None:
+        if self.other is not None:
+            super().data_received(data)
+            return
+        self._heard += data
+        wanted = self._opening[: len(self._heard)]
+        if self._heard[: len(wanted)] != wanted:
+            self._turn_away(f"its first bytes are not our protocol: {self._heard[:24]!r}")
+        elif len(self._heard) >= len(self._opening) and self._admission is None:
+            assert self.transport is not None
+            self.transport.pause_reading()
+            self._admission = asyncio.create_task(self._admit())
+
+    async def _admit(self) -> None:
+        """Connect to gRPC under a name that tells it who the guest is."""
+        if self._patience is not None:
+            self._patience.cancel()
+        private = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        private.bind(f"\0holdfast/{self._peer}/{os.getpid()}-{private.fileno()}")
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.sock_connect(private, self._inner_path)
+            _, inner = await loop.create_connection(_Half, sock=private)
+        except OSError:
+            private.close()
+            self.leave()
+            return
+        inner.other, self.other = self, inner
+        assert self.transport is not None and inner.transport is not None
+        inner.transport.write(self._heard)
+        self._heard = b""
+        if self.transport.is_closing():
+            inner.transport.close()
+        else:
+            self.transport.resume_reading()
+
+    def _turn_away(self, why: str) -> None:
+        self._stranger(self._peer, why)
+        if self.transport is not None:
+            self.transport.write(ANSWER)
+        self.leave()
+
+    def leave(self) -> None:
+        """End this connection."""
+        if self.transport is not None:
+            self.transport.close()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+        super().connection_lost(error)
+        self._gone(self)
+
+
+def guest_name(peer: str) -> str:
+    """The guest's address, from the name under which the gate introduced it to gRPC."""
+    _, mark, rest = peer.partition("holdfast/")
+    return rest.rpartition("/")[0] if mark else peer

@@ -1,0 +1,112 @@
+"""What a test must not leave behind: processes, shared memory, mounts, network namespaces, interfaces.
+
+`leak_guard` gives the test an id, which all its processes carry in their environment (e2e/jobs.py) and which the
+names of its namespaces and interfaces contain. What is found of it afterwards fails the test, and is removed.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from e2e import jobs
+
+LAST_BREATH_S = 3.0
+"""For processes that were killed and have not quite gone, or see their parent's end in a moment."""
+TAIL_CHARS_MAX = 6_000
+
+failed = pytest.StashKey[bool]()
+
+
+@pytest.fixture
+def leak_guard(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The test's id."""
+    marker = secrets.token_hex(4)
+    monkeypatch.setenv(jobs.MARKER, marker)
+    shared_before = shared_memory()
+    jobs.agents.clear()
+    yield marker
+    left = [*end_processes(marker), *remove_mounts(tmp_path), *remove_networks(marker)]
+    left += [f"shared memory {name}" for name in remove_unused(shared_memory() - shared_before)]
+    if left and not request.node.stash.get(failed, False):
+        pytest.fail("left behind: " + "; ".join(left), pytrace=False)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Show what the agents of a failed test said."""
+    report = yield
+    if call.when == "call" and report.failed:
+        item.stash[failed] = True
+        for index, agent in enumerate(jobs.agents):
+            report.sections.append((f"agent {index}: {' '.join(agent.arguments)}", agent.stderr[-TAIL_CHARS_MAX:]))
+    return report
+
+
+def end_processes(marker: str) -> list[str]:
+    """Kill the test's processes that are still there; what they were."""
+    deadline = time.monotonic() + LAST_BREATH_S
+    running = [agent for agent in jobs.agents if agent.is_running]
+    while not running and (found := jobs.marked_processes(marker)) and time.monotonic() < deadline:
+        time.sleep(jobs.POLL_S)
+    found = jobs.marked_processes(marker)
+    told = [f"process {process.pid} ({' '.join(process.arguments)[:200]})" for process in found]
+    while found:
+        for process in found:
+            try:
+                os.kill(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        for agent in jobs.agents:
+            agent.process.poll()
+        time.sleep(jobs.POLL_S)
+        found = jobs.marked_processes(marker)
+    for agent in jobs.agents:
+        agent.process.wait()
+    return told
+
+
+def shared_memory() -> set[str]:
+    return {entry.name for entry in Path("/dev/shm").iterdir()}
+
+
+def remove_unused(names: set[str]) -> list[str]:
+    """Of these, the files that no process has open or mapped: others' are in use while they are new."""
+    paths = {f"/dev/shm/{name}": name for name in names}
+    for directory in Path("/proc").glob("[0-9]*") if paths else ():
+        try:
+            mapped = (directory / "maps").read_text(errors="replace")
+            opened = {os.readlink(link) for link in (directory / "fd").iterdir()}
+        except OSError:
+            continue
+        for path in [path for path in paths if path in opened or path in mapped]:
+            del paths[path]
+    for path in paths:
+        Path(path).unlink(missing_ok=True)
+    return sorted(paths.values())
+
+
+def remove_mounts(directory: Path) -> list[str]:
+    """Unmount what is mounted below the test's directory."""
+    points = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
+    left = [point for point in points if Path(point).is_relative_to(directory)]
+    for point in left:
+        subprocess.run(["umount", "--lazy", point], check=True)
+    return [f"mount {point}" for point in left]
+
+
+def remove_networks(marker: str) -> list[str]:
+    """Delete network namespaces and interfaces whose names contain the test's id."""
+    left = []
+    for directory, command in (("/run/netns", ["ip", "netns", "del"]), ("/sys/class/net", ["ip", "link", "del"])):
+        for entry in Path(directory).glob(f"*{marker}*"):
+            subprocess.run([*command, entry.name], check=False, capture_output=True)
+            left.append(f"{directory}/{entry.name}")
+    return left

@@ -1,0 +1,156 @@
+"""The journal keeps what it is given, in order, or says clearly what is wrong. Never less, never silently."""
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+
+import pytest
+
+from holdfast.core.records import JobCreated, TermBegan
+from holdfast.core.settings import Settings
+from holdfast.errors import JournalDamagedError, JournalError, JournalLockedError
+from holdfast.journal import SqliteJournal, read_entries
+
+
+def terms(first, last):
+    return [TermBegan(at=float(term), term=term) for term in range(first, last + 1)]
+
+
+def write(path, records):
+    journal = SqliteJournal(path)
+    list(journal.replay())
+    journal.append(records)
+    journal.close()
+
+
+def kept(path):
+    return [entry.record for entry in read_entries(path)]
+
+
+def test_what_is_appended_is_read_back_in_order(tmp_path):
+    path = tmp_path / "a" / "journal.sqlite"
+    created = JobCreated(at=0.5, job_id="x", settings=Settings(nodes_max=3))
+    write(path, [created, *terms(1, 3)])
+    write(path, terms(4, 5))
+    assert kept(path) == [created, *terms(1, 5)]
+    assert [entry.seq for entry in read_entries(path, after_seq=4)] == [5, 6]
+
+
+def test_an_append_is_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "journal.sqlite"
+    write(path, terms(1, 2))
+    journal = SqliteJournal(path)
+    list(journal.replay())
+    with sqlite3.connect(path) as db:  # a row in the way of the second record
+        db.execute("INSERT INTO records VALUES (4, 0, 'x', '{}', '')")
+    with pytest.raises(JournalError):
+        journal.append(terms(3, 4))
+    journal.close()
+    with sqlite3.connect(path) as db:
+        assert db.execute("SELECT count(*) FROM records WHERE seq = 3").fetchone() == (0,)
+
+
+def test_a_second_master_is_kept_out_until_the_first_is_gone(tmp_path):
+    path = tmp_path / "journal.sqlite"
+    code = f"""
+import sys
+from pathlib import Path
+from holdfast.journal import SqliteJournal
+journal = SqliteJournal(Path({str(path)!r}))
+print("held", flush=True)
+sys.stdin.read()
+"""
+    holder = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert holder.stdout.readline() == b"held\n"
+    with pytest.raises(JournalLockedError, match="another master"):
+        SqliteJournal(path)
+    holder.send_signal(signal.SIGKILL)
+    holder.communicate()
+    SqliteJournal(path).close()
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        ("DELETE FROM records WHERE seq = 2", "record 2 is missing"),
+        ("UPDATE records SET body = replace(body, '\"term\":2', '\"term\":7') WHERE seq = 2", "record 2 was changed"),
+        ("UPDATE records SET chain = '0' WHERE seq = 3", "record 3 was changed"),
+        ("DELETE FROM records WHERE seq = 1", "record 1 is missing"),
+    ],
+)
+def test_a_changed_record_is_named_and_nothing_is_repaired(tmp_path, damage, named):
+    path = tmp_path / "journal.sqlite"
+    write(path, terms(1, 3))
+    with sqlite3.connect(path) as db:
+        db.execute(damage)
+    before = path.read_bytes()
+    with pytest.raises(JournalDamagedError, match=named):
+        kept(path)
+    journal = SqliteJournal(path)
+    with pytest.raises(JournalDamagedError, match="Restore it from a copy"):
+        list(journal.replay())
+    journal.close()
+    assert path.read_bytes()[100:] == before[100:]
+
+
+def test_a_file_that_is_no_journal_is_refused(tmp_path):
+    path = tmp_path / "journal.sqlite"
+    path.write_bytes(os.urandom(4096))
+    with pytest.raises(JournalDamagedError, match="damaged"):
+        SqliteJournal(path)
+    with pytest.raises(JournalError):
+        read_entries(tmp_path / "nowhere.sqlite")
+
+
+def test_a_journal_of_another_format_is_refused(tmp_path):
+    path = tmp_path / "journal.sqlite"
+    write(path, terms(1, 1))
+    with sqlite3.connect(path) as db:
+        db.execute("PRAGMA user_version=99")
+    with pytest.raises(JournalError, match="format 99"):
+        SqliteJournal(path)
+
+
+def test_a_full_disk_is_said_to_be_full_and_loses_nothing(tmp_path):
+    path = tmp_path / "journal.sqlite"
+    write(path, terms(1, 1))
+    journal = SqliteJournal(path)
+    list(journal.replay())
+    pages = journal._db.execute("PRAGMA page_count").fetchone()[0]
+    journal._db.execute(f"PRAGMA max_page_count={pages}")
+    long = JobCreated(at=0.0, job_id="x" * 100_000, settings=Settings())
+    with pytest.raises(JournalError, match="no space is left"):
+        journal.append([long])
+    journal._db.execute("PRAGMA max_page_count=100000")
+    journal.append(terms(2, 2))
+    journal.close()
+    assert kept(path) == terms(1, 2)
+
+
+def test_a_kill_in_the_middle_of_appends_leaves_a_whole_prefix(tmp_path):
+    path = tmp_path / "journal.sqlite"
+    code = f"""
+from pathlib import Path
+from holdfast.core.records import TermBegan
+from holdfast.journal import SqliteJournal
+journal = SqliteJournal(Path({str(path)!r}))
+list(journal.replay())
+term = 0
+while True:
+    seq = journal.append([TermBegan(at=0.0, term=term + i) for i in range(1, 6)])
+    term += 5
+    print(seq, flush=True)
+"""
+    for delay_lines in (3, 17, 40):
+        path.unlink(missing_ok=True)
+        for suffix in ("-wal", "-shm"):
+            path.with_name(path.name + suffix).unlink(missing_ok=True)
+        writer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        acknowledged = [int(writer.stdout.readline()) for _ in range(delay_lines)][-1]
+        writer.kill()
+        writer.communicate()
+        records = kept(path)
+        assert len(records) >= acknowledged and len(records) % 5 == 0
+        assert [record.term for record in records] == list(range(1, len(records) + 1))
