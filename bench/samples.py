@@ -21,7 +21,7 @@ class Sample:
     """Where the time went, by phase."""
 
 
-def spread(values: Sequence[float], unit: str = "s", digits: int = 2) -> str:
+def spread(values: Sequence[float], unit: str = "s", digits: int = 3) -> str:
     if not values:
         return "–"
     low, middle, high = (f"{value:.{digits}f}" for value in (min(values), median(values), max(values)))

@@ -6,6 +6,9 @@ What lies between an agent and the master is explicit, so that a test can choose
   since an agent keeps a report until it is acknowledged;
 - orders wait in the agent's inbox, in order; a broken connection empties it;
 - a cut connection delivers nothing either way until it heals, and nobody is told.
+
+Ports for stores are offered once and never again: with each hello, and whenever an order was followed, since views
+that the agent never heard of may have taken the port it offered last. What was offered stays open until it is used.
 """
 
 from __future__ import annotations
@@ -31,7 +34,6 @@ class Agent:
 
     node_id: str
     life: str
-    port: int
     dead_lives: tuple[str, ...] = ()
     alive: bool = True
     leaving: bool = False
@@ -40,6 +42,8 @@ class Agent:
     retry_at: float = 0.0
     """When it may say hello again."""
     inbox: deque[o.Order] = field(default_factory=deque)
+    ports: set[int] = field(default_factory=set)
+    """Offered and not used."""
     serve: o.Serve | None = None
     running: set[int] = field(default_factory=set)
     """Local ranks whose processes run."""
@@ -79,18 +83,27 @@ class Fleet:
         """A new life; `vouch`: it can see which lives before it on its machine are dead."""
         life = self.world.next_life(node_id)
         former = tuple(sorted(d for d in self.dead if d.startswith(f"{node_id}."))) if vouch else ()
-        agent = Agent(node_id, life, self.world.port(), dead_lives=former)
+        agent = Agent(node_id, life, former)
         self.agents.append(agent)
         self.hello(agent)
         return agent
 
     def hello(self, agent: Agent) -> None:
-        if agent.connected:
-            agent.inbox.clear()
+        agent.inbox.clear()
         agent.connected, agent.cut = True, False
+        self.mail = [(a, m) for a, m in self.mail if a is not agent or not isinstance(m, e.StoreOffered)]
+        port = self._open_port(agent)
         self.take_in(
-            self.world.hello(agent.node_id, life=agent.life, store_port=agent.port, dead_lives=agent.dead_lives)
+            self.world.hello(agent.node_id, life=agent.life, store_port=port, dead_lives=agent.dead_lives)
         )
+
+    def _open_port(self, agent: Agent) -> int:
+        port = self.world.port()
+        agent.ports.add(port)
+        return port
+
+    def _offer(self, agent: Agent) -> None:
+        self._report(agent, self.world.offered(agent.node_id, self._open_port(agent), life=agent.life))
 
     def disconnect(self, agent: Agent) -> None:
         agent.connected, agent.cut = False, False
@@ -106,9 +119,11 @@ class Fleet:
             self.unnoticed.append(agent)
 
     def fall_silent(self, agent: Agent) -> None:
-        """The master misses an agent that is cut off or dead."""
+        """The master misses an agent that is cut off or dead, and ends its connection."""
         if agent in self.unnoticed:
             self.unnoticed.remove(agent)
+        agent.connected, agent.cut = False, False
+        agent.inbox.clear()
         self.take_in(self.world.silent(agent.node_id, life=agent.life))
 
     def leave(self, agent: Agent) -> None:
@@ -137,15 +152,10 @@ class Fleet:
         return [i for i, (agent, _) in enumerate(self.mail) if agent.reachable or not agent.alive]
 
     def deliver(self, index: int, *, again: bool = False) -> None:
-        agent, event = self.mail[index]
-        if not again:
+        _, event = self.mail[index]
+        if not again or isinstance(event, e.StoreOffered):
             del self.mail[index]
-        if isinstance(event, e.StoreOffered) and not self._current(agent, event.port):
-            return  # an agent repeats its newest offer only
         self.take_in(event)
-
-    def _current(self, agent: Agent, port: int) -> bool:
-        return port == agent.port or (agent.serve is not None and port == agent.serve.store_port)
 
     def workers_fail(self, agent: Agent, local_rank: int, *, collateral: bool) -> None:
         assert agent.serve is not None
@@ -164,15 +174,18 @@ class Fleet:
 
     # --- orders
 
-    def obey(self, agent: Agent, *, startable: bool = True) -> None:
-        """Follow the oldest order in the inbox."""
+    def obey(self, agent: Agent, *, newest: bool = False, startable: bool = True) -> None:
+        """Follow the oldest order in the inbox; or, as an agent does that was busy, the newest and none before it."""
         order = agent.inbox.popleft()
+        while newest and agent.inbox:
+            order = agent.inbox.popleft()
         match order:
             case o.Serve():
                 self._serve(agent, order, startable)
             case o.Hold():
                 agent.serve = None
                 agent.running.clear()
+                self._offer(agent)
             case o.Exit():
                 self._end(agent)
             case o.Refuse():
@@ -187,9 +200,8 @@ class Fleet:
         agent.serve = order
         agent.running = set(range(self.world.workers))
         if order.store_here:
-            assert order.store_port == agent.port, "the store of another view is to be used again"
-            agent.port = self.world.port()
-            self._report(agent, self.world.offered(agent.node_id, agent.port, life=agent.life))
+            agent.ports.remove(order.store_port)
+        self._offer(agent)
         if startable:
             self._report(agent, self.world.started(agent.node_id, view=order.view, life=agent.life))
         else:
@@ -205,8 +217,7 @@ class Fleet:
         elif order.rejoin:
             self._end(agent)
             life = self.world.next_life(agent.node_id)
-            port, former = self.world.port(), (*agent.dead_lives, agent.life)
-            self.agents.append(Agent(agent.node_id, life, port, dead_lives=former))
+            self.agents.append(Agent(agent.node_id, life, (*agent.dead_lives, agent.life)))
         else:
             agent.retry_at = self.world.now + order.retry_after_s
 
@@ -250,11 +261,12 @@ class Fleet:
 
     def _bustle(self) -> bool:
         """Everything that can happen without time passing; whether anything did."""
+        for agent in self.agents:
+            agent.cut = False
         busy = bool(self.deliverable() or self.unnoticed)
         for agent in list(self.unnoticed):
             self.fall_silent(agent)
         for agent in list(self.agents):
-            agent.cut = False
             if not agent.connected and agent.retry_at <= self.world.now:
                 self.hello(agent)
                 busy = True

@@ -133,9 +133,10 @@ class Machine(RuleBasedStateMachine):
         self.fleet.deliver(indices[pick % len(indices)], again=again)
 
     @precondition(lambda self: any(a.inbox for a in self.linked()))
-    @rule(pick=picks, startable=st.sampled_from([True, True, True, False]))
-    def an_order_is_obeyed(self, pick: int, startable: bool) -> None:
-        self.fleet.obey(self.pick(pick, [a for a in self.linked() if a.inbox]), startable=startable)
+    @rule(pick=picks, newest=st.booleans(), startable=st.sampled_from([True, True, True, False]))
+    def an_order_is_obeyed(self, pick: int, newest: bool, startable: bool) -> None:
+        agent = self.pick(pick, [a for a in self.linked() if a.inbox])
+        self.fleet.obey(agent, newest=newest, startable=startable)
 
     @rule()
     def all_orders_and_reports_arrive(self) -> None:

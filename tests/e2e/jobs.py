@@ -320,13 +320,17 @@ class Place:
     def __post_init__(self) -> None:
         self.state_dir = self.directory / "state"
         self.work = self.directory / "work"
-        self.work.mkdir(exist_ok=True)
+        self.work.mkdir(parents=True, exist_ok=True)
         self.journal = Journal(self.state_dir)
 
     def start(self, *args: str, **choices: Any) -> AgentProcess:
         """An agent whose state is here. `WORK` in the environment tells steps.py where to write."""
         env = {"WORK": str(self.work), **choices.pop("env", {})}
         return start_agent([str(arg) for arg in args], state_dir=self.state_dir, env=env, **choices)
+
+    def torchrun(self, *args: str, **choices: Any) -> AgentProcess:
+        """torchrun itself, to compare with."""
+        return self.start(*args, command=(sys.executable, "-m", "torch.distributed.run"), **choices)
 
     def finish(self) -> None:
         """Workers of steps.py end well, now and later."""

@@ -102,6 +102,7 @@ class Output:
 def run_python(arguments: Sequence[str], directory: Path, env: Mapping[str, str] | None = None) -> Result:
     """The real thing."""
     command = [sys.executable, "-u", *arguments]
+    env = os.environ if env is None else env  # what C code has added to our own does not count
     with Output(directory) as output:
         ended = subprocess.run(command, cwd=directory, env=env, stdout=output.stdout, stderr=output.stderr, check=False)
         return Result(ended.returncode, *output.read())

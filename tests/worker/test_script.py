@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from worker.nest import Nest, Result, lines_of_json, run_python, write
 
 PROBE = """
@@ -22,7 +23,7 @@ print(json.dumps({
     "argv": sys.argv, "orig_argv": sys.orig_argv, "path": sys.path, "flags": list(sys.flags), "cwd": os.getcwd(),
     "main_is_me": __main__.__dict__ is globals(),
     "main": {k: repr(type(v)) for k, v in sorted(vars(__main__).items()) if k.startswith("__")},
-    "file": __file__, "name": __name__, "package": __package__, "cached": __cached__, "spec": repr(__spec__),
+    "file": __file__, "name": __name__, "package": __package__, "cached": __cached__, "spec": __spec__ and [__spec__.name, __spec__.origin, __spec__.parent],
     "loader": getattr(__loader__, "path", None) or repr(__loader__), "doc": __doc__,
     "streams": [
         (type(s.buffer).__name__, s.encoding, s.errors, s.line_buffering, s.write_through, s.newlines, s.name, s.mode)
@@ -72,8 +73,15 @@ ENDINGS = {
 
 
 @pytest.fixture(scope="module")
-def nest() -> Iterator[Nest]:
+def warm() -> Iterator[Nest]:
     with Nest("warm") as nest:
+        yield nest
+
+
+@pytest.fixture(scope="module")
+def nest() -> Iterator[Nest]:
+    """Cold: how a script is run does not depend on what was preloaded, and the end of a warm process takes 0.3 s."""
+    with Nest("cold") as nest:
         yield nest
 
 
@@ -84,17 +92,13 @@ def compare(nest: Nest, directory: Path, *argv: str) -> Result:
     return ours
 
 
-def test_everything_a_script_can_ask_about_itself_is_the_same(nest: Nest, tmp_path: Path) -> None:
+def test_everything_a_script_can_ask_about_itself_is_the_same(nest: Nest, warm: Nest, tmp_path: Path) -> None:
     write(tmp_path / "deep" / "probe.py", PROBE)
-    ours, theirs = (
-        lines_of_json(result)[0]
-        for result in (
-            nest.run(["deep/probe.py", "--flag", "ä b"], tmp_path),
-            run_python(["deep/probe.py", "--flag", "ä b"], tmp_path),
-        )
-    )
-    assert ours == theirs
-    assert ours["path"][0] == str(tmp_path / "deep")
+    argv = ["deep/probe.py", "--flag", "ä b"]
+    theirs = lines_of_json(run_python(argv, tmp_path))
+    assert lines_of_json(nest.run(argv, tmp_path)) == theirs
+    assert lines_of_json(warm.run(argv, tmp_path)) == theirs
+    assert theirs[0]["path"][0] == str(tmp_path / "deep")
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
@@ -143,7 +147,7 @@ def test_a_path_runs_as_with_run_path(nest: Nest, tmp_path: Path) -> None:
     assert result == Result(5, "__main__ ['script.py', 'a'] script.py\n", "")
 
 
-def test_what_main_defines_can_be_pickled_and_run_by_other_processes(nest: Nest, tmp_path: Path) -> None:
+def test_what_main_defines_can_be_pickled_and_run_by_other_processes(warm: Nest, tmp_path: Path) -> None:
     write(
         tmp_path / "script.py",
         """
@@ -160,36 +164,36 @@ if __name__ == "__main__":
     print([batch.tolist() for batch in DataLoader([1, 2, 3], num_workers=2)])
 """,
     )
-    result = nest.run(["script.py"], tmp_path)
+    result = warm.run(["script.py"], tmp_path)
     assert result.stdout.split("\n") == ["1", "fork 42", "spawn 42", "forkserver 42", "[[1], [2], [3]]", ""], result
 
 
-def test_no_two_workers_draw_the_same_numbers(nest: Nest, tmp_path: Path) -> None:
+def test_no_two_workers_draw_the_same_numbers(warm: Nest, tmp_path: Path) -> None:
     write(
         tmp_path / "script.py",
         "import json, multiprocessing, random, numpy, torch\n"
         "print(json.dumps([random.random(), numpy.random.rand(), torch.rand(1).item(), torch.initial_seed(),"
         " multiprocessing.current_process().authkey.hex()]))",
     )
-    first, second = (lines_of_json(nest.run(["script.py"], tmp_path))[0] for _ in range(2))
+    first, second = (lines_of_json(warm.run(["script.py"], tmp_path))[0] for _ in range(2))
     assert all(mine != yours for mine, yours in zip(first, second, strict=True))
 
 
-def test_the_environment_is_exactly_what_was_given_for_c_code_too(nest: Nest, tmp_path: Path) -> None:
+def test_the_environment_is_exactly_what_was_given_for_c_code_too(warm: Nest, tmp_path: Path) -> None:
     write(
         tmp_path / "script.py",
         "import ctypes, os\ngetenv = ctypes.CDLL(None).getenv\ngetenv.restype = ctypes.c_char_p\n"
         "print(sorted(os.environb.items()), getenv(b'GIVEN'), getenv(b'HOME'))",
     )
     given = {"GIVEN": "1", "NOT_UTF8": os.fsdecode(b"\xff")}
-    result = nest.run(["script.py"], tmp_path, env=given)
+    result = warm.run(["script.py"], tmp_path, env=given)
     assert result.stdout == "[(b'GIVEN', b'1'), (b'NOT_UTF8', b'\\xff')] b'1' None\n"
     assert ctypes.CDLL(None).getenv(b"HOME")  # else the last one would prove nothing
 
 
 @pytest.mark.parametrize(("given", "torch_threads"), [({"OMP_NUM_THREADS": "2"}, 2), ({"OMP_NUM_THREADS": "2,1"}, 2)])
 def test_libraries_use_as_many_threads_as_the_worker_was_given(
-    nest: Nest, tmp_path: Path, given: dict[str, str], torch_threads: int
+    warm: Nest, tmp_path: Path, given: dict[str, str], torch_threads: int
 ) -> None:
     write(
         tmp_path / "script.py",
@@ -198,7 +202,7 @@ def test_libraries_use_as_many_threads_as_the_worker_was_given(
         "print(torch.get_num_threads(), [ctypes.CDLL(p).scipy_openblas_get_num_threads64_() for p in paths])",
     )
     environment = {"PATH": os.environ["PATH"], **given}
-    ours = nest.run(["script.py"], tmp_path, env=environment)
+    ours = warm.run(["script.py"], tmp_path, env=environment)
     assert ours == run_python(["script.py"], tmp_path, environment)
     assert ours.stdout.startswith(f"{torch_threads} ")
 
@@ -237,13 +241,13 @@ def test_it_is_written_before_a_hook_that_ends_the_process(nest: Nest, tmp_path:
     assert error_file_of(nest, tmp_path, script)["message"]["message"] == "ZeroDivisionError: division by zero"
 
 
-def test_what_record_wrote_stays(nest: Nest, tmp_path: Path) -> None:
+def test_what_record_wrote_stays(warm: Nest, tmp_path: Path) -> None:
     script = (
         "from torch.distributed.elastic.multiprocessing.errors import record\n"
         "@record\ndef main():\n    raise ValueError('first')\n"
         "try:\n    main()\nexcept ValueError:\n    raise KeyError('second')"
     )
-    assert error_file_of(nest, tmp_path, script)["message"]["message"] == "ValueError: first"
+    assert error_file_of(warm, tmp_path, script)["message"]["message"] == "ValueError: first"
 
 
 @pytest.mark.parametrize("script", ["import sys; sys.exit(3)", "raise KeyboardInterrupt", "pass"])
@@ -252,8 +256,8 @@ def test_leaving_is_not_an_error(nest: Nest, tmp_path: Path, script: str) -> Non
 
 
 @pytest.mark.parametrize("mode", ["node", "no-such-mode"])
-def test_a_binding_that_cannot_be_had_is_refused_in_one_sentence(nest: Nest, tmp_path: Path, mode: str) -> None:
+def test_a_binding_that_cannot_be_had_is_refused_in_one_sentence(warm: Nest, tmp_path: Path, mode: str) -> None:
     write(tmp_path / "script.py", "print('never')")
-    result = nest.run(["script.py"], tmp_path, numa_binding=mode)
+    result = warm.run(["script.py"], tmp_path, numa_binding=mode)
     assert (result.code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
     assert result.stderr.startswith(f"holdfast: --numa-binding {mode} cannot be applied to local rank 0: ")

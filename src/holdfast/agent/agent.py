@@ -319,10 +319,8 @@ class Agent:
             away_s = time.monotonic() - since if since is not None else 0.0
             if away_s < TAKE_OVER_AFTER_S:
                 continue
-            if self._keeper and not self._keeper.owned and self._job_id:
-                await self._keeper.take_over()
-                if self._keeper.owned:
-                    self._keeping = self._beside(self._keeper.keep())
+            if self._keeper and not self._keeper.owned and self._job_id and await self._keeper.take_over(self._job_id):
+                self._keeping = self._beside(self._keeper.keep())
             if time.monotonic() - said_at > WAITING_LINE_S:
                 said_at = time.monotonic()
                 log.warning(f"the master cannot be reached for {away_s:.0f} s ({self._uplink.trouble}); trying on")

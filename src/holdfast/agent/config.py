@@ -37,7 +37,9 @@ class MasterPlan(msgspec.Struct, frozen=True, kw_only=True):
     """How to start the job's master on this node."""
 
     arguments: tuple[str, ...]
-    """Of `holdfast master`, all but the port."""
+    """Of `holdfast master`, all but the job's id and the address."""
+    job_id: str
+    """The job to create; a master that is taken over belongs to the job this agent has joined."""
     required: bool
     """Whether it is an error if the port is taken; otherwise another agent of this machine has the master."""
 

@@ -26,6 +26,7 @@ def worker_environment(config: AgentConfig, order: Serve, local_rank: int, error
         "TORCHELASTIC_RUN_ID": order.job_id,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_ERROR_FILE": error_file,
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(handled.name for handled in config.signals),
         "HOLDFAST_VIEW": str(order.view),
     }
     environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")

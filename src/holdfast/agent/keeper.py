@@ -37,6 +37,7 @@ class MasterKeeper:
 
     def __init__(self, plan: MasterPlan, host: str, port: int, environment: dict[str, str]) -> None:
         self._plan, self._host, self.port = plan, host, port
+        self._job_id = plan.job_id
         self._environment = environment
         self._process: subprocess.Popen[bytes] | None = None
         self.owned = False
@@ -68,11 +69,13 @@ class MasterKeeper:
                 await asyncio.sleep(pause_s)
                 pause_s = min(pause_s * 2, PAUSE_MAX_S)
 
-    async def take_over(self) -> None:
-        """Keep the master from now on, if nobody else of this machine does."""
+    async def take_over(self, job_id: str) -> bool:
+        """Keep the job's master from now on, if nobody else of this machine does. Whether it is ours now."""
+        self._job_id = job_id
         if not self.owned and await self._launch(resume=True) is None:
             log.warning("nobody kept the master any more: this agent does now")
             self.owned = True
+        return self.owned
 
     async def stop(self, timeout_s: float) -> None:
         """Let it end by itself for a while, then end it."""
@@ -93,7 +96,7 @@ class MasterKeeper:
     async def _launch(self, *, resume: bool) -> int | None:
         """Start a master and wait until it listens. Its exit code if it ended instead."""
         ready_read, ready_write = os.pipe()
-        arguments = [*self._plan.arguments, "--host", self._host, "--port", str(self.port)]
+        arguments = [*self._plan.arguments, "--job-id", self._job_id, "--host", self._host, "--port", str(self.port)]
         arguments += ["--ready-fd", str(ready_write)] + (["--resume"] if resume else [])
         self._process = subprocess.Popen(  # noqa: ASYNC220  # does not wait for it
             [sys.executable, "-m", "holdfast", "master", *arguments],

@@ -51,7 +51,7 @@ def register(app: typer.Typer) -> None:
 
 def logs(
     job: JobName = None,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on, over restarts, until the job is over.")] = False,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on, over restarts, until the job ends.")] = False,
     rank: Annotated[int | None, typer.Option(min=0, help="Only this rank.")] = None,
     failed: Annotated[bool, typer.Option("--failed", help="Failures with their tracebacks, the cause first.")] = False,
     view: Annotated[int | None, typer.Option(min=1, help="This view instead of the newest.")] = None,
@@ -118,7 +118,8 @@ def _note(sentence: str) -> None:
 async def _show_failures(source: Source, choice: Choice, output: Format) -> None:
     by_view = failures_by_view(await read(source), view=choice.view, rank=choice.rank)
     if not by_view:
-        _note("no failure of a worker is recorded" + (" for that view or rank" if choice.view or choice.rank else ""))
+        narrowed = choice.view is not None or choice.rank is not None
+        _note("no failure of a worker is recorded" + (" for that view or rank" if narrowed else ""))
     for failures in by_view:
         if output is Format.JSON:
             for row in rows(failures):
@@ -133,13 +134,17 @@ def _report(failures: ViewFailures) -> list[str]:
         lines += [f"  {line}".rstrip() for line in _failure(failure)]
     if failures.folded:
         ranks = listed([failure.rank for failure in failures.folded])
-        lines.append(f"  and in its wake: {'ranks' if len(failures.folded) > 1 else 'rank'} {ranks}")
+        lines.append(f"  collateral, shown with --rank: {ranks}")
     return [*lines, ""]
 
 
 def _failure(failure: Failure) -> list[str]:
-    lines = [describe(failure), f"  at {moment(failure.failed_at)}, process {failure.pid}, local rank {failure.local_rank}"]
-    lines += [f"  {name}: {value}" for name, value in (("log", failure.log_file), ("error file", failure.error_file)) if value]
+    facts = [
+        ("at", f"{moment(failure.failed_at)}, process {failure.pid}, local rank {failure.local_rank}"),
+        ("log", failure.log_file),
+        ("error file", failure.error_file),
+    ]
+    lines = [describe(failure), *(f"  {name}: {value}" for name, value in facts if value)]
     traceback = failure.traceback.rstrip().splitlines()
     lines += [f"    {line}" for line in traceback]
     if rest := [line for line in failure.log_tail if line not in traceback]:

@@ -177,9 +177,7 @@ def _master_plan(options: RunOptions, host: str, port: int, run_id: str) -> Mast
         here = by_rank == 0 if by_rank is not None else is_local(host)
     if not here:
         return None
-    job_id = run_id or _new_job_id(options.script)
     arguments = {
-        "--job-id": job_id,
         "--nnodes": f"{options.nnodes_min}:{options.nnodes_max}",
         "--max-restarts": options.max_restarts,
         "--settle": options.settle_s,
@@ -195,7 +193,8 @@ def _master_plan(options: RunOptions, host: str, port: int, run_id: str) -> Mast
     if options.tls_cert:
         arguments |= {"--tls-cert": options.tls_cert, "--tls-key": options.tls_key, "--tls-ca": options.tls_ca or ""}
     flat = tuple(str(word) for pair in arguments.items() for word in pair)
-    return MasterPlan(arguments=flat, required=port == 0 or by_rank == 0 or options.is_host is True)
+    job_id = run_id or _new_job_id(options.script)
+    return MasterPlan(arguments=flat, job_id=job_id, required=port == 0 or by_rank == 0 or options.is_host is True)
 
 
 def _new_job_id(script: str) -> str:

@@ -76,7 +76,9 @@ class _RunParser(argparse.ArgumentParser):
         )
         self._environ = environ
 
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
+    def parse_known_args(  # type: ignore[override]  # typeshed tells two overloads apart by the namespace's type
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
         given: dict[str, str] = {}
         flags, script = _split(sys.argv[1:] if args is None else args, given)
         if HELP.dest in given:

@@ -199,11 +199,13 @@ def _sees_master(source: Source) -> bool:
 
 def render(summary: Summary) -> RenderableType:
     """The page."""
-    parts: list[RenderableType] = [_head(summary), Text(_facts(summary))]
+    parts: list[RenderableType] = [_head(summary), Text(f"why: {plain(summary.why)}"), Text(_facts(summary))]
+    if cause := _cause(summary):
+        parts.append(Text(cause))
     if summary.ending is None and not summary.master_seen:
         age = duration(summary.read_at - summary.last_record_at)
         parts.append(
-            Text(f"no master of this job runs on this machine: its journal says so since {age}", style="yellow")
+            Text(f"no master of this job runs on this machine: the journal's last word is {age} old", style="yellow")
         )
     if summary.open_incident:
         parts.append(Text(_open_incident(summary), style="yellow"))
@@ -216,22 +218,24 @@ def render(summary: Summary) -> RenderableType:
 
 
 def _head(summary: Summary) -> Text:
-    age = duration(summary.read_at - summary.since)
-    job_id, why = plain(summary.job_id) or "(not created yet)", plain(summary.why)
+    age, job_id = duration(summary.read_at - summary.since), plain(summary.job_id) or "(not created yet)"
     if summary.ending is None:
-        return Text(f"job {job_id} has been {summary.phase} for {age}: {why}", style="bold")
-    ending = summary.ending
-    style = "bold green" if ending.outcome == "succeeded" else "bold red"
-    head = Text(f"job {job_id} {ending.outcome} {age} ago, exit code {ending.exit_code}: {why}", style=style)
-    if ending.cause:
-        where = f", log {ending.cause.log_file}" if ending.cause.log_file else ""
-        cause = f"\nroot cause: rank {ending.cause.rank} on {ending.cause.node_id}{where}"
-        head.append(f"{plain(cause)}\n`holdfast logs {job_id} --failed` shows its traceback", style="not bold")
-    return head
+        return Text(f"job {job_id}: {summary.phase} for {age}", style="bold")
+    style = "bold green" if summary.ending.outcome == "succeeded" else "bold red"
+    return Text(f"job {job_id}: {summary.ending.outcome} {age} ago, exit code {summary.ending.exit_code}", style=style)
+
+
+def _cause(summary: Summary) -> str:
+    cause = summary.ending.cause if summary.ending else None
+    if cause is None:
+        return ""
+    log = f", log {cause.log_file}" if cause.log_file else ""
+    return plain(f"root cause: rank {cause.rank} on {cause.node_id}{log}; `holdfast logs --failed` has its traceback")
 
 
 def _facts(summary: Summary) -> str:
-    span = f"{summary.nodes_min}" if summary.nodes_min == summary.nodes_max else f"{summary.nodes_min}-{summary.nodes_max}"
+    least, most = summary.nodes_min, summary.nodes_max
+    span = f"{least}" if least == most else f"{least} to {most}"
     view = f"view {summary.view} of {summary.world_size} ranks" if summary.view else "no view yet"
     return (
         f"{view}, nodes wanted {span}, restarts {summary.restarts_used} of {summary.restarts_max} used,"

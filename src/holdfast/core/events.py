@@ -58,7 +58,8 @@ class LinkBroke(msgspec.Struct, frozen=True, kw_only=True, tag="link-broke"):
 
 
 class NodeSilent(msgspec.Struct, frozen=True, kw_only=True, tag="node-silent"):
-    """A node has not been heard for longer than the silence timeout."""
+    """A node has not been heard for longer than the silence timeout. Whoever says so ends its connection as well:
+    should it live after all, it says hello again and is told to rejoin."""
 
     node_id: str
     incarnation: str

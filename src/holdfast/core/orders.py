@@ -7,7 +7,7 @@ import msgspec
 
 from holdfast.core import records as r
 from holdfast.core.faults import Failure
-from holdfast.core.state import Draining, Finished, Gathering, Job, Lost, Node, Serving
+from holdfast.core.state import Draining, Finished, Gathering, Job, Node, Serving
 from holdfast.core.views import Member, View
 
 
@@ -77,8 +77,6 @@ def orders(job: Job, record: r.Record) -> list[Addressed]:
             return [_standing(job, node) for node in job.nodes.values() if node.alive]
         case r.NodeRefused():
             return [Addressed(record.node_id, record.incarnation, _refusal(record))]
-        case r.NodeLost(node_id=node_id, certain=False) if isinstance(job.nodes[node_id].standing, Lost):
-            return [Addressed(node_id, record.incarnation, _rejoin(record))]
         case _:
             return []
 
@@ -122,19 +120,6 @@ def _serve(job: Job, view: View, member: Member) -> Serve:
         store_here=view.store_node_id == member.node_id,
         restart_count=view.restart_count,
         restarts_max=job.settings.restarts_max,
-    )
-
-
-def _rejoin(record: r.NodeLost) -> Refuse:
-    """For a life given up that may hear again on a connection that never broke."""
-    return Refuse(
-        why=f"{record.node_id} was declared lost ({record.why}) and the job went on without it",
-        retry_after_s=0.0,
-        rejoin=True,
-        holder="",
-        holder_pid=0,
-        holder_machine_id="",
-        holder_boot_id="",
     )
 
 

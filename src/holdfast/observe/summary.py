@@ -107,7 +107,7 @@ def summarise(entries: Sequence[Entry], now: float, *, master_seen: bool) -> Sum
     return Summary(
         job_id=job.job_id,
         phase=phase,
-        since=since,
+        since=since if entries else now,
         why=why,
         read_at=now,
         created_at=job.created_at,

@@ -25,7 +25,7 @@ class Tail:
         self._held = b""
 
     def lines(self, *, last: bool = False) -> Iterator[bytes]:
-        """Lines that have come since, with their ends. With `last`, also one that has no end: nothing more will come."""
+        """Lines that have come since, with their ends. `last`: no more will come, so one without an end counts too."""
         while chunk := self._chunk():
             yield from self._whole(self._held + chunk)
         if last and self._held:

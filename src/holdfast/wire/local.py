@@ -130,8 +130,8 @@ def encode(message: Message, descriptor_count: int = 0) -> bytes:
 def send(connection: socket.socket, message: Message, descriptors: Sequence[int] = ()) -> None:
     """Blocking. Descriptors go with the first byte."""
     frame = memoryview(encode(message, len(descriptors)))
-    sent = send_part(connection, frame, descriptors)
-    connection.sendall(frame[sent:])
+    while frame:
+        frame, descriptors = frame[send_part(connection, frame, descriptors) :], ()
 
 
 def send_part(connection: socket.socket, frame: memoryview, descriptors: Sequence[int]) -> int:

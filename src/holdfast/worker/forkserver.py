@@ -167,7 +167,10 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     control = socket.socket(fileno=arguments.fd)
     server = ForkServer(control, arguments.agent_pid)
-    send(control, ready)
+    try:
+        send(control, ready)
+    except OSError:
+        return  # the agent has closed its end while we were busy
     life = server.serve()
     life()
 

@@ -3,8 +3,8 @@
 WORK/ledger        what rank local_rank world_size view pid restart_count store_port step
 WORK/finish        its presence ends every worker with code 0
 WORK/do-RANK       done once, by the worker of that rank: exit CODE | raise TYPE TEXT | kill NUMBER
---trap             SIGTERM and SIGINT: write WORK/trapped-RANK with the signal's number, exit 0
---ignore           SIGTERM and SIGINT: write WORK/ignored-RANK, go on
+--trap             SIGTERM, SIGINT and SIGUSR1: write WORK/trapped-RANK with the signal's number, exit 0
+--ignore           the same signals: write WORK/ignored-RANK, go on
 """
 
 import builtins
@@ -62,7 +62,7 @@ def take_command() -> list[str]:
 
 handlers = {"--trap": trap, "--ignore": ignore}
 for flag in sys.argv[1:]:
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, handlers[flag])
 
 note("start", 0)

@@ -1,0 +1,194 @@
+"""A live master as a source: real gRPC on loopback, a real journal behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.errors import AuthenticationError, HoldfastError, JournalError, UsageError, WireError
+from holdfast.journal import Entry, read_entries
+from holdfast.observe.remote import MasterSource
+from holdfast.observe.source import follow, read
+from holdfast.observe.tokens import Token, find_token
+from observe.live import TOKEN, LiveAgent, LiveMaster
+
+Page = list[Entry]
+
+
+def source(port: int, *, secret: str = TOKEN, **more: Any) -> MasterSource:
+    return MasterSource("127.0.0.1", port, Token(secret, "the variable HOLDFAST_TOKEN"), **more)
+
+
+def sentence_of(kind: type[HoldfastError], work: Callable[[], Coroutine[Any, Any, object]]) -> str:
+    with pytest.raises(kind) as raised:
+        asyncio.run(work())
+    return str(raised.value)
+
+
+async def next_page(pages: AsyncGenerator[Page, None]) -> Page:
+    async with asyncio.timeout(30):
+        return await anext(pages)
+
+
+def test_reading_gives_what_the_journal_holds(tmp_path: Path) -> None:
+    async def watch() -> Page:
+        async with LiveMaster(tmp_path) as master:
+            agent = await LiveAgent.join(master)
+            entries = await read(source(master.port))
+            await agent.close()
+            assert entries[: len(entries)] == read_entries(master.path)[: len(entries)]
+            return entries
+
+    kinds = [type(entry.record).__name__ for entry in asyncio.run(watch())]
+    assert kinds[:5] == ["JobCreated", "GatheringBegan", "TermBegan", "NodeJoined", "ViewFormed"]
+
+
+def test_over_a_restart_of_the_master_nothing_is_lost_and_nothing_repeated(tmp_path: Path) -> None:
+    async def watch() -> tuple[Page, Page]:
+        master = await LiveMaster(tmp_path).start()
+        agent = await LiveAgent.join(master)
+        async with aclosing(follow(source(master.port))) as pages:
+            seen = await next_page(pages)
+            waiting = asyncio.create_task(next_page(pages))  # between two pages, as the master goes
+            await master.stop()
+            await agent.close()
+            await master.start()
+            seen += await waiting
+            agent = await LiveAgent.join(master)
+            await agent.started(view=1)
+            await agent.succeeded(view=1)
+            await agent.close()
+            async for page in pages:  # ends by itself: the job is over
+                seen += page
+        await master.stop()
+        return seen, read_entries(master.path)
+
+    seen, kept = asyncio.run(watch())
+    assert [entry.seq for entry in seen] == list(range(1, len(kept) + 1))
+    assert seen == kept
+    assert [type(e.record).__name__ for e in kept].count("TermBegan") == 2
+
+
+def test_records_that_were_written_while_nobody_watched_come_with_the_first_page_after(tmp_path: Path) -> None:
+    async def watch() -> Page:
+        master = await LiveMaster(tmp_path).start()
+        async with aclosing(source(master.port).pages()) as pages:
+            seen = await next_page(pages)
+            for _ in range(3):  # three terms come and go without us
+                await master.stop()
+                await master.start()
+            while len(seen) < 6:
+                seen += await next_page(pages)
+        await master.stop()
+        return seen
+
+    assert [entry.seq for entry in asyncio.run(watch())] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_wrong_token_gives_a_sentence_that_names_where_it_came_from(tmp_path: Path) -> None:
+    async def watch() -> None:
+        async with LiveMaster(tmp_path) as master:
+            await read(source(master.port, secret="another-secret-altogether"))
+
+    sentence = sentence_of(AuthenticationError, watch)
+    assert "did not let us in with the token from the variable HOLDFAST_TOKEN" in sentence
+    assert "another-secret" not in sentence, "a secret must not be printed"
+
+
+def test_a_master_that_asks_for_another_token_after_its_restart_ends_the_following(tmp_path: Path) -> None:
+    async def watch() -> None:
+        master = await LiveMaster(tmp_path).start()
+        other = source(master.port, secret=TOKEN)
+        try:
+            async with aclosing(other.pages()) as pages:
+                await next_page(pages)
+                other._token = Token("another-secret-altogether", "the file x")
+                waiting = asyncio.create_task(next_page(pages))
+                await master.stop()
+                await master.start()
+                await waiting
+        finally:
+            await master.stop()
+
+    assert "the token from the file x" in sentence_of(AuthenticationError, watch)
+
+
+def test_where_nobody_listens_the_sentence_says_what_to_check() -> None:
+    with socket.socket() as taken:  # bound and not listening: nobody else can take it either
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        sentence = sentence_of(WireError, lambda: read(source(port)))
+    assert f"no master answers at 127.0.0.1:{port}" in sentence and "--endpoint" in sentence
+
+
+def test_a_master_that_stays_away_is_given_up_with_the_last_record_that_came(tmp_path: Path) -> None:
+    async def watch() -> None:
+        master = await LiveMaster(tmp_path).start()
+        async with aclosing(source(master.port, reconnect_timeout_s=0.2).pages()) as pages:
+            await next_page(pages)
+            await master.stop()
+            await next_page(pages)
+
+    sentence = sentence_of(WireError, watch)
+    assert "has not come back" in sentence and "after record 3" in sentence
+
+
+def test_a_master_with_another_journal_is_not_taken_for_the_same_job(tmp_path: Path) -> None:
+    async def watch() -> None:
+        master = await LiveMaster(tmp_path).start()
+        agent = await LiveAgent.join(master)
+        try:
+            async with aclosing(source(master.port).pages()) as pages:
+                assert len(await next_page(pages)) == 5
+                waiting = asyncio.create_task(next_page(pages))
+                await master.stop()
+                await agent.close()
+                master.path.unlink()
+                await master.start()
+                await waiting
+        finally:
+            await master.stop()
+
+    assert "another journal than before" in sentence_of(JournalError, watch)
+
+
+def test_a_job_that_was_named_must_be_the_one_that_answers(tmp_path: Path) -> None:
+    async def watch(wanted: str) -> Page:
+        async with LiveMaster(tmp_path, "train-7") as master:
+            return await read(source(master.port, wanted=wanted))
+
+    assert asyncio.run(watch("train"))
+    assert "runs job train-7, not eval" in sentence_of(UsageError, lambda: watch("eval"))
+
+
+# --- the token
+
+
+def test_the_variable_comes_before_the_file_and_the_file_before_the_state_directory(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_text("from-a-file\n")
+    (tmp_path / "token").write_text("from-the-state-directory\n")
+    assert find_token({"HOLDFAST_TOKEN": "said"}, file, tmp_path).secret == "said"
+    assert find_token({"HOLDFAST_TOKEN": " "}, file, tmp_path) == Token("from-a-file", f"the file {file}")
+    assert find_token({}, None, tmp_path).secret == "from-the-state-directory"
+
+
+def test_without_a_token_the_sentence_says_how_to_give_one_and_none_is_made(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="HOLDFAST_TOKEN, or name its file with --token-file"):
+        find_token({}, None, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("content", "why"), [(None, "No such file"), (b"", "is empty"), (b"\xff\xfe\xff", "not text")])
+def test_a_token_file_that_cannot_be_used_is_named(tmp_path: Path, content: bytes | None, why: str) -> None:
+    file = tmp_path / "secret"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(UsageError, match=why):
+        find_token({}, file, tmp_path)

@@ -1,0 +1,73 @@
+"""Every command of the README runs as it is written, and the documents name things that exist."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast.core.records import IncidentClosed, JobFinished, Outcome
+from holdfast.journal import read_entries
+
+ROOT = Path(__file__).resolve().parent.parent
+MAKE_TARGETS = ("make demo", "make test")
+
+
+def blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+
+
+def environment(state_dir):
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return os.environ | {"PATH": path, "HOLDFAST_STATE_DIR": str(state_dir), "OMP_NUM_THREADS": "1"}
+
+
+def test_the_readme_s_commands_run(tmp_path):
+    commands = [block for block in blocks("bash") if not block.startswith(MAKE_TARGETS)]
+    assert len(commands) >= 2
+    script = "set -eux\n" + "\n".join(commands)
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=ROOT, env=environment(tmp_path), capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "succeeded" in done.stdout
+
+
+def test_make_s_targets_are_those_of_the_readme():
+    makefile = (ROOT / "Makefile").read_text()
+    named = re.findall(r"^make (\w+)", "".join(blocks("bash")), re.MULTILINE)
+    assert named == ["demo", "test"]
+    for target in named:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+
+
+def test_the_demo_kills_a_worker_and_the_run_goes_on_and_finishes(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT / 'examples')!r}); import demo;"
+         f" from pathlib import Path; sys.exit(demo.demonstrate(Path({str(tmp_path)!r})))"],
+        env=environment(tmp_path), capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = [entry.record for entry in read_entries(tmp_path / "jobs/demo/journal.sqlite")]
+    closed = [record for record in records if isinstance(record, IncidentClosed)]
+    assert [incident.view_after for incident in closed] == [2]
+    assert "SIGKILL" in closed[0].cause
+    assert isinstance(records[-1], JobFinished) and records[-1].outcome is Outcome.SUCCEEDED
+
+
+@pytest.mark.parametrize("document", sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("bench/*.md")]))
+def test_links_lead_somewhere(document):
+    for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
+        assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_the_map_of_the_rooms_names_every_room_and_file():
+    text = (ROOT / "docs/architecture.md").read_text()
+    rooms = {path.name for path in (ROOT / "src/holdfast").iterdir() if (path / "__init__.py").exists()}
+    for room in rooms:
+        assert f"{room}/" in text, f"docs/architecture.md does not know the room {room}"
+    for named in re.findall(r"`((?:core|wire|journal|master|agent|worker|observe|cli)/\w+\.py)`", text):
+        assert (ROOT / "src/holdfast" / named).exists(), f"docs/architecture.md names {named}, which is not there"

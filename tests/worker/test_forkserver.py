@@ -1,0 +1,301 @@
+"""Workers are born fast, belong to the agent, and know nothing of the server they came from."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.agent.server_process import command
+from holdfast.errors import LaunchError
+from holdfast.wire.local import Mode
+from worker.nest import (
+    Nest,
+    Output,
+    Result,
+    eventually,
+    eventually_async,
+    is_running,
+    lines_of_json,
+    stat_fields,
+    write,
+)
+
+SLEEPER = "import time\nprint('here')\ntime.sleep(1000)"
+
+DDP = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+optimizer = torch.optim.Adam(model.parameters())
+model(torch.ones(2, 8)).sum().backward()
+optimizer.step()
+print(dist.get_rank(), dist.get_world_size())
+dist.destroy_process_group()
+"""
+
+AGENT = """
+import asyncio, json, os, socket, structlog, sys
+from holdfast.agent.launcher import Launcher
+structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+async def main():
+    launcher = await Launcher.start("cold")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        await launcher.open_store(1, "127.0.0.1", listener)
+    child = await launcher.start_python(["sleeper.py"], kind="script", env=os.environ, cwd=os.getcwd(),
+                                        stdout=2, stderr=2, local_rank=0)
+    print(json.dumps([launcher.server_pid, launcher.keeper_pid, child.pid]), flush=True)
+    await asyncio.sleep(1000)
+asyncio.run(main())
+"""
+
+AGENT_OF_MANY = """
+import asyncio, os, structlog, sys
+from holdfast.agent.launcher import Launcher
+structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+async def main():
+    launcher = await Launcher.start("cold")
+    await asyncio.gather(*[
+        launcher.start_python(["sleeper.py"], kind="script", env=os.environ, cwd=os.getcwd(), stdout=1, stderr=1, local_rank=0)
+        for _ in range(30)
+    ])
+    await asyncio.sleep(1000)
+asyncio.run(main())
+"""
+
+
+@pytest.fixture(scope="module")
+def nest() -> Iterator[Nest]:
+    with Nest("warm") as nest:
+        yield nest
+
+
+def environment(**given: str) -> dict[str, str]:
+    return {**os.environ, **given}
+
+
+def test_a_warm_server_is_ready_without_problems_and_with_one_thread(nest: Nest) -> None:
+    ready = nest.do(nest.launcher.ready())
+    assert (ready.mode, ready.problems) == ("warm", ())
+    assert len(os.listdir(f"/proc/{nest.launcher.server_pid}/task")) == 1
+
+
+def test_torch_is_there_before_the_script_asks_for_it(nest: Nest, tmp_path: Path) -> None:
+    write(
+        tmp_path / "script.py",
+        "import json, sys\nnames = 'torch', 'torch._dynamo', 'torch.distributed.fsdp', 'numpy', 'grpc'\n"
+        "print(json.dumps([name in sys.modules for name in names]))",
+    )
+    assert lines_of_json(nest.run(["script.py"], tmp_path)) == [[True, True, True, True, False]]
+
+
+def test_a_worker_is_born_in_a_fraction_of_what_importing_torch_takes(nest: Nest, tmp_path: Path) -> None:
+    write(tmp_path / "script.py", "import time, torch\nprint(time.time())")
+    nest.do(nest.launcher.ready())
+    latencies_s = []
+    for _ in range(5):
+        asked_at = time.time()
+        latencies_s.append(float(nest.run(["script.py"], tmp_path).stdout) - asked_at)
+    assert min(latencies_s) < 0.2, latencies_s
+
+
+def test_a_worker_is_the_agents_child_in_a_session_of_its_own(nest: Nest, tmp_path: Path) -> None:
+    write(
+        tmp_path / "script.py",
+        "import ctypes, json, os\nsignal = ctypes.c_int()\nctypes.CDLL(None).prctl(2, ctypes.byref(signal))\n"
+        "print(json.dumps([os.getpid(), os.getppid(), os.getpgid(0), os.getsid(0), signal.value]))",
+    )
+    [[pid, parent, group, session, death_signal]] = lines_of_json(nest.run(["script.py"], tmp_path))
+    assert (parent, group, session, death_signal) == (os.getpid(), pid, pid, signal.SIGKILL)
+    assert stat_fields(pid) == []  # reaped
+
+
+def test_a_worker_goes_by_the_name_of_its_script(nest: Nest, tmp_path: Path) -> None:
+    write(tmp_path / "script.py", "print(open('/proc/self/cmdline').read().strip(chr(0)).split(chr(0)))")
+    assert (
+        nest.run(["script.py", "--lr", "1"], tmp_path).stdout == f"{[sys.executable, '-u', 'script.py', '--lr', '1']}\n"
+    )
+    long_argument = "x" * 10_000
+    result = nest.run(["script.py", long_argument], tmp_path)
+    assert result.code == 0 and "script.py" in result.stdout and long_argument not in result.stdout
+
+
+def test_two_workers_take_their_first_ddp_step_on_a_kept_store(nest: Nest, tmp_path: Path) -> None:
+    write(tmp_path / "script.py", DDP)
+
+    async def train() -> list[Result]:
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        await nest.launcher.open_store(1, "127.0.0.1", listener)
+        shared = environment(
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="2", TORCHELASTIC_USE_AGENT_STORE="True"
+        )
+        workers = [nest.run_async(["script.py"], tmp_path, env={**shared, "RANK": str(rank)}) for rank in range(2)]
+        results = await asyncio.gather(*workers)
+        await nest.launcher.close_store(1)
+        return results
+
+    assert [(result.code, result.stdout) for result in nest.do(train())] == [(0, "0 2\n"), (0, "1 2\n")]
+
+
+def test_the_server_ignores_what_a_terminal_or_an_operator_sends(nest: Nest, tmp_path: Path) -> None:
+    nest.do(nest.launcher.ready())
+    pid = nest.launcher.server_pid
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(pid, number)
+    write(tmp_path / "script.py", "pass")
+    assert nest.run(["script.py"], tmp_path).code == 0
+    assert nest.launcher.server_pid == pid
+    assert os.getsid(pid) == pid != os.getsid(0)
+
+
+@pytest.mark.parametrize("mode", ["warm", "cold"])
+def test_the_server_ends_with_its_socket(mode: Mode) -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        server = subprocess.Popen(command(theirs.fileno(), mode, []), pass_fds=[theirs.fileno()])
+    with ours:
+        assert b"ready" in ours.recv(1000)
+        assert server.poll() is None
+    assert server.wait(10) == 0
+
+
+def test_it_does_not_even_start_under_another_parent() -> None:
+    arguments = command(0, "cold", [])
+    position = arguments.index("--agent-pid") + 1
+    arguments[position] = "1"
+    assert subprocess.run(arguments, check=False).returncode == 75
+
+
+def without_torch(directory: Path) -> dict[str, str]:
+    """An environment in which preloading takes no time, because torch cannot be imported."""
+    write(directory / "torch" / "__init__.py", "raise ImportError('no torch for you')")
+    return environment(PYTHONPATH=f"{os.environ['PYTHONPATH']}:{directory}")
+
+
+def test_where_torch_is_missing_workers_start_cold_and_it_is_said(tmp_path: Path) -> None:
+    write(tmp_path / "script.py", "print('fine')")
+    with Nest("warm", [], without_torch(tmp_path)) as nest:
+        ready = nest.do(nest.launcher.ready())
+        assert ready.mode == "cold"
+        assert "no torch for you" in ready.problems[0]
+        assert nest.run(["script.py"], tmp_path).stdout == "fine\n"
+
+
+def test_preloaded_modules_are_imported_once_and_their_files_stay_open(tmp_path: Path) -> None:
+    write(tmp_path / "slow.py", "import os\npid = os.getpid()\nfile = open(__file__)\nprint('loud')")
+    write(tmp_path / "script.py", "import os, slow\nprint(slow.pid == os.getpid(), slow.file.read(6))")
+    with Nest("warm", ["slow"], without_torch(tmp_path)) as nest:
+        assert nest.run(["script.py"], tmp_path) == Result(0, "False import\n", "")
+
+
+def test_a_module_that_cannot_be_preloaded_is_a_sentence_and_no_more(tmp_path: Path) -> None:
+    write(tmp_path / "broken.py", "raise ValueError('not today')")
+    write(tmp_path / "leaving.py", "import sys; sys.exit('I refuse')")
+    write(tmp_path / "script.py", "print('fine')")
+    with Nest("warm", ["broken", "leaving", "absent"], without_torch(tmp_path)) as nest:
+        _, first, second, third = nest.do(nest.launcher.ready()).problems
+        assert first == "--preload broken failed (ValueError: not today): workers import it themselves"
+        assert "leaving failed (SystemExit: I refuse)" in second
+        assert "absent failed (ModuleNotFoundError" in third
+        assert nest.run(["script.py"], tmp_path).stdout == "fine\n"
+
+
+def test_a_module_that_starts_threads_makes_forking_impossible_and_is_named(tmp_path: Path) -> None:
+    write(
+        tmp_path / "threaded.py",
+        "import threading, time\nthreading.Thread(target=time.sleep, args=[99], daemon=True).start()",
+    )
+    write(tmp_path / "script.py", "print('never')")
+    with Nest("warm", ["threaded"], without_torch(tmp_path)) as nest:
+        assert nest.do(nest.launcher.ready()).problems[1].startswith("--preload threaded started threads")
+        with pytest.raises(LaunchError, match="has 2 threads"):
+            nest.run(["script.py"], tmp_path)
+
+
+def test_numpy_leaves_no_threads_in_the_server_whatever_the_environment_says(tmp_path: Path) -> None:
+    write(tmp_path / "script.py", "import numpy, os\nprint(os.environ.get('OPENBLAS_NUM_THREADS'))")
+    given = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
+    with Nest("warm", [], given) as nest:
+        assert nest.run(["script.py"], tmp_path, env=given) == Result(0, "None\n", "")
+
+
+def test_nothing_outlives_an_agent_that_is_killed(tmp_path: Path) -> None:
+    write(tmp_path / "sleeper.py", SLEEPER)
+    with subprocess.Popen([sys.executable, "-c", AGENT], cwd=tmp_path, stdout=subprocess.PIPE) as agent:
+        assert agent.stdout is not None
+        [pids] = lines_of_json(Result(0, agent.stdout.readline().decode(), ""))
+        assert all(map(is_running, pids)) and len(pids) == 3
+        agent.kill()
+    for pid in pids:
+        eventually(lambda pid=pid: not is_running(pid), f"process {pid} is gone")
+        reap_if_inherited(pid)
+
+
+def test_an_agent_killed_while_workers_are_being_born_leaves_none(tmp_path: Path) -> None:
+    """Wherever a birth is cut off, the newborn notices that its parent is not the agent."""
+    write(tmp_path / "sleeper.py", "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(1000)")
+    agent_of_many = [sys.executable, "-c", AGENT_OF_MANY]
+    with subprocess.Popen(agent_of_many, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as agent:
+        assert agent.stdout is not None
+        for _ in range(4):
+            agent.stdout.readline()
+        agent.kill()
+        agent.stdout.read()  # up to the end of file: nobody holds the pipe any more
+    eventually(lambda: not reap_whatever_was_inherited(), "all are gone")
+
+
+def reap_if_inherited(pid: int) -> None:
+    """This process may have become a subreaper in another test."""
+    try:
+        os.waitpid(pid, 0)
+    except ChildProcessError:
+        return
+
+
+def reap_whatever_was_inherited() -> bool:
+    """True while there is anything left to wait for."""
+    try:
+        os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def test_workers_hold_no_pipe_of_each_other(nest: Nest, tmp_path: Path) -> None:
+    """Else a reader of one worker's output would wait for all of them."""
+    write(tmp_path / "sleeper.py", SLEEPER)
+    write(tmp_path / "script.py", "pass")
+
+    async def overlap() -> None:
+        with Output(tmp_path) as output:
+            reading, writing = os.pipe()
+            first, second = await asyncio.gather(
+                nest.launcher.start_python(
+                    ["script.py"],
+                    kind="script",
+                    env=os.environ,
+                    cwd=str(tmp_path),
+                    stdout=writing,
+                    stderr=writing,
+                    local_rank=0,
+                ),
+                nest.start(["sleeper.py"], tmp_path, output),
+            )
+            os.close(writing)
+            await first.wait()
+            await eventually_async(lambda: "here" in output.read()[0], "the sleeper runs")
+            assert os.read(reading, 1) == b""
+            os.close(reading)
+            second.kill_group(signal.SIGKILL)
+            assert await second.wait() == signal.SIGKILL
+
+    nest.do(overlap())
