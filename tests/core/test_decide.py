@@ -76,7 +76,7 @@ def test_an_id_whose_life_is_certainly_dead_is_free_at_once() -> None:
     world.do(world.broke("b"))
     world.wait(0.3)
     assert world.job.nodes["b"].standing == Lost(
-        at=world.now, certain=True, why="its connection closed and did not come back in 0.3 s"
+        at=world.now, certain=True, since=world.now - 0.3, why="its connection closed and did not come back in 0.3 s"
     )
     assert taken_in(knock(world))
 

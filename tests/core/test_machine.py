@@ -35,8 +35,8 @@ class Machine(RuleBasedStateMachine):
         size=st.sampled_from(SIZES),
         restarts=st.integers(0, 3),
         workers=st.integers(1, 2),
-        joining=st.integers(0, 4),
-        up=st.booleans(),
+        joining=st.integers(1, 4),
+        up=st.sampled_from([True, True, False]),
     )
     def begin(self, size: tuple[int, int], restarts: int, workers: int, joining: int, up: bool) -> None:
         self.world = World(nodes=size, restarts=restarts, workers=workers)
@@ -138,13 +138,23 @@ class Machine(RuleBasedStateMachine):
         agent = self.pick(pick, [a for a in self.linked() if a.inbox])
         self.fleet.obey(agent, newest=newest, startable=startable)
 
-    @rule()
-    def all_orders_and_reports_arrive(self) -> None:
-        for agent in self.linked():
-            while agent.inbox:
-                self.fleet.obey(agent)
-        for index in reversed(self.fleet.deliverable()):
-            self.fleet.deliver(index)
+    @rule(rounds=st.integers(1, 3))
+    def all_orders_and_reports_arrive(self, rounds: int) -> None:
+        for _ in range(rounds):
+            for agent in self.linked():
+                while agent.inbox:
+                    self.fleet.obey(agent)
+            for index in reversed(self.fleet.deliverable()):
+                self.fleet.deliver(index)
+
+    @rule(missing=st.booleans())
+    def there_is_peace_for_a_while(self, missing: bool) -> None:
+        """Whoever is missing is started again, and everything comes to rest."""
+        here = {a.node_id for a in self.fleet.agents}
+        for node_id in "abc"[: self.world.settings.nodes_max if missing else 0]:
+            if node_id not in here:
+                self.fleet.start(node_id, vouch=True)
+        self.fleet.settle()
 
     # --- time and the master
 
@@ -235,7 +245,7 @@ def assert_stable(before: View, after: View) -> None:
 
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(
-    max_examples=EXAMPLES or 200,
+    max_examples=EXAMPLES or 300,
     derandomize=not EXAMPLES,
     stateful_step_count=40,
     deadline=None,

@@ -82,8 +82,9 @@ def test_an_agent_that_waits_for_other_nodes_can_be_told_to_go(tmp_path: Path) -
 
 def test_an_agent_can_be_told_to_go_while_its_fork_server_warms_up(tmp_path: Path) -> None:
     job = Place(tmp_path)
-    agent = job.start("--standalone", STEPS)
-    wait_for(agent.master_pid, what="the master")  # it is started after the signals' handlers, and long before torch is imported
+    (tmp_path / "endless.py").write_text("import time\ntime.sleep(10_000)\n")
+    agent = job.start("--standalone", "--preload", "endless", STEPS, env={"PYTHONPATH": str(tmp_path)})
+    wait_for(agent.master_pid, what="the master, which is started after the signals' handlers are set")
     agent.send(signal.SIGTERM)
     assert agent.wait() == 143
     assert not job.ledger()

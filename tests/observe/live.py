@@ -33,9 +33,7 @@ class LiveMaster:
         self._journal = SqliteJournal(self.path)
         listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         master = Master(self._journal, self._job_id, SETTINGS)
-        self.task = asyncio.create_task(
-            master.run("127.0.0.1", self.port, TOKEN, self._tls, listening.set_result)
-        )
+        self.task = asyncio.create_task(master.run("127.0.0.1", self.port, TOKEN, self._tls, listening.set_result))
         await asyncio.wait({self.task, listening}, return_when=asyncio.FIRST_COMPLETED)
         self.port = listening.result() if listening.done() else self.task.result() or 0
         return self
@@ -68,7 +66,7 @@ class LiveAgent:
     async def report(self, event: e.Event) -> None:
         """Returns when the journal has it."""
         self._number += 1
-        await self._line.send(Report(self._number, event))
+        await self._line.send(Report(self._number, 0, event))
         while await self._line.receive() != Acknowledge(self._number):
             pass
 

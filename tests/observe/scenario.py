@@ -1,10 +1,10 @@
 """A job on disk: the core driven event by event, its records in a real journal, its workers' output in real files.
 
-    demo = JobOnDisk(tmp_path, "demo", workers=2)
-    demo.join("a")                     # view 1 is formed
-    demo.start("a")
-    demo.fail("a", 1, message="ValueError: boom")
-    demo.offer("a")                    # a store for view 2, which is formed
+demo = JobOnDisk(tmp_path, "demo", workers=2)
+demo.join("a")                     # view 1 is formed
+demo.start("a")
+demo.fail("a", 1, message="ValueError: boom")
+demo.offer("a")                    # a store for view 2, which is formed
 """
 
 from __future__ import annotations
@@ -76,9 +76,7 @@ class JobOnDisk:
 
     def start(self, node_id: str, first_pid: int = 4_000) -> JobOnDisk:
         pids = tuple(range(first_pid, first_pid + self.member(node_id).workers))
-        return self.do(
-            e.WorkersStarted(node_id=node_id, incarnation=life(node_id), view=self.view, pids=pids)
-        )
+        return self.do(e.WorkersStarted(node_id=node_id, incarnation=life(node_id), view=self.view, pids=pids))
 
     def fail(self, node_id: str, local_rank: int = 0, **facts: Any) -> JobOnDisk:
         return self.do(self.failed(node_id, local_rank, **facts))

@@ -71,7 +71,7 @@ class Uplink:
         """Tell the master, now or when it is back."""
         assert len(self._outbox) < OUTBOX_REPORTS_MAX, "too many reports wait for the master"
         self._numbered += 1
-        self._outbox.append(Report(self._numbered, event))
+        self._outbox.append(Report(self._numbered, self.term, event))
         self._drained.clear()
         self._wake.set()
 
@@ -122,7 +122,7 @@ class Uplink:
 
     async def _converse(self, connection: ClientConnection) -> None:
         self._reconnect = False
-        await connection.send(Report(0, self._speaker.hello()))
+        await connection.send(Report(0, self.term, self._speaker.hello()))
         tasks = [asyncio.create_task(self._hear(connection)), asyncio.create_task(self._speak(connection))]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -81,7 +81,12 @@ def _overdue_link(job: Job, now: float) -> r.NodeLost | None:
                 else f"it did not come back to the restarted master in {waited_s:.1f} s"
             )
             return r.NodeLost(
-                at=now, node_id=node.node_id, incarnation=node.incarnation, certain=node.link.certain, why=why
+                at=now,
+                node_id=node.node_id,
+                incarnation=node.incarnation,
+                certain=node.link.certain,
+                since=node.link.since,
+                why=why,
             )
     return None
 
@@ -213,7 +218,7 @@ def _close(job: Job, incident: Incident, view: View, now: float) -> r.IncidentCl
         kind=incident.kind,
         cause=describe(cause) if cause else incident.cause,
         strategy=incident.strategy or r.Strategy.RESTART,
-        happened_at=min([f.failed_at for f in incident.failures] + [incident.detected_at]),
+        happened_at=min([incident.happened_at, *(f.failed_at for f in incident.failures)]),
         detected_at=incident.detected_at,
         decided_at=incident.decided_at,
         rebuilt_at=incident.rebuilt_at,

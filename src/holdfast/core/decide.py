@@ -37,7 +37,11 @@ def decide(job: Job, event: e.Event, now: float) -> list[r.Record]:
             if job.live(node_id, incarnation) is None:
                 return []
             why = f"nothing heard from it for {silent_s:.1f} s"
-            return [_lost(node_id, incarnation, now, False, why)]
+            return [
+                r.NodeLost(
+                    at=now, node_id=node_id, incarnation=incarnation, certain=False, since=now - silent_s, why=why
+                )
+            ]
         case e.WorkersStarted(node_id=node_id, incarnation=incarnation, view=view, pids=pids):
             if not _in_current_view(job, node_id, incarnation, view) or node_id in job.started:
                 return []
@@ -92,10 +96,6 @@ def _known(failures: list[Failure], event: e.WorkerFailed) -> bool:
     return any(f.rank == event.failure.rank and f.view == event.view for f in failures)
 
 
-def _lost(node_id: str, incarnation: str, now: float, certain: bool, why: str) -> r.NodeLost:
-    return r.NodeLost(at=now, node_id=node_id, incarnation=incarnation, certain=certain, why=why)
-
-
 def _hello(job: Job, hello: e.Hello, now: float) -> list[r.Record]:
     old = job.nodes.get(hello.node_id)
     if old and old.incarnation == hello.incarnation:
@@ -146,7 +146,10 @@ def _take_in(hello: e.Hello, now: float) -> list[r.Record]:
 def _next_life(job: Job, old: Node, hello: e.Hello, now: float) -> list[r.Record]:
     if old.alive and _known_dead(old, hello):
         why = "its process is gone: its next life on the same machine says so"
-        return [_lost(old.node_id, old.incarnation, now, True, why), *_take_in(hello, now)]
+        lost = r.NodeLost(
+            at=now, node_id=old.node_id, incarnation=old.incarnation, certain=True, since=now, why=why
+        )
+        return [lost, *_take_in(hello, now)]
     match old.standing, old.link:
         case (Present() | Draining()), Unlinked(deadline=deadline):
             remaining_s = max(deadline - now, 0.0)

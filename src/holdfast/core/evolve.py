@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import assert_never
 
 import msgspec
@@ -42,8 +43,8 @@ def _apply(job: Job, record: r.Record) -> None:
             _begin_term(job, record)
         case r.NodeJoined():
             _join(job, record)
-        case r.NodeLost(at=at, node_id=node_id, certain=certain, why=why):
-            _lose_node(job.nodes[node_id], Lost(at=at, certain=certain, why=why))
+        case r.NodeLost(at=at, node_id=node_id, certain=certain, since=since, why=why):
+            _lose_node(job.nodes[node_id], Lost(at=at, certain=certain, since=since, why=why))
         case r.NodeDraining(node_id=node_id, signal=signal, why=why):
             job.nodes[node_id].standing = Draining(signal=signal, why=why)
         case r.NodeLeft(at=at, node_id=node_id):
@@ -158,9 +159,18 @@ def _open_incident(job: Job, record: r.IncidentOpened) -> None:
         kind=record.kind,
         cause=record.cause,
         view_before=record.view,
+        happened_at=min([record.at, *_last_signs(job)]),
         detected_at=record.at,
         failures=list(job.failed.values())[:FAILURES_PER_INCIDENT_MAX],
     )
+
+
+def _last_signs(job: Job) -> Iterator[float]:
+    """Of the nodes that the view in force has lost."""
+    for node_id in job.members:
+        node = job.nodes.get(node_id)
+        if node and isinstance(node.standing, Lost):
+            yield node.standing.since
 
 
 def _decide_incident(job: Job, record: r.IncidentDecided) -> None:

@@ -63,6 +63,8 @@ class NodeLost(msgspec.Struct, frozen=True, kw_only=True, tag="node-lost"):
     incarnation: str
     certain: bool
     """Whether its life is known to have ended, or it may live on behind a partition."""
+    since: float
+    """The last sign of its life."""
     why: str
 
 

@@ -34,6 +34,8 @@ class Lost(msgspec.Struct, frozen=True, tag="lost"):
 
     at: float
     certain: bool
+    since: float
+    """The last sign of life."""
     why: str
 
 
@@ -121,6 +123,8 @@ class Incident:
     kind: IncidentKind
     cause: str
     view_before: int
+    happened_at: float
+    """As far as is known, from failures' own times and nodes' last signs of life."""
     detected_at: float
     decided_view: int = 0
     decided_at: float = 0.0

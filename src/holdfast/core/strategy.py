@@ -66,7 +66,8 @@ def choose(job: Job) -> Choice:
     if eligible < settings.nodes_min:
         why = f"{eligible} of at least {settings.nodes_min} nodes are left"
         return Choice(Strategy.WAIT, counted, why)
-    return Choice(Strategy.RESTART, counted, f"{min(eligible, settings.nodes_max)} of {settings.nodes_max} nodes can go on")
+    nodes = min(eligible, settings.nodes_max)
+    return Choice(Strategy.RESTART, counted, f"{nodes} of {settings.nodes_max} nodes can go on")
 
 
 def members_gone(job: Job) -> list[tuple[str, bool]]:

@@ -197,6 +197,8 @@ class Master:
         while (message := await session.connection.receive()) is not None:
             session.heard_at = self._clock()
             match message:
+                case (Heartbeat(term=term) | Report(term=term)) if term > self._job.term:
+                    raise WireError(f"{session.node_id} follows term {term}: this master is of term {self._job.term}")
                 case Heartbeat():
                     session.send(Acknowledge(0))
                 case Report(event=event) if _speaks_for_itself(session, event):

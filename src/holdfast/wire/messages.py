@@ -2,7 +2,8 @@
 
 Reports are delivered at least once: an agent keeps each until it is acknowledged, which the master does only
 after its journal has what followed from it. Events are idempotent, so a repeat changes nothing.
-Commands carry the master's term: an agent obeys no term lower than the highest it has seen.
+Commands carry the master's term: an agent obeys no term lower than the highest it has seen, and a master that
+hears of a higher one than its own knows that it is out of date.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from holdfast.core.orders import Order
 
 
 class Report(msgspec.Struct, frozen=True, tag="report"):
-    """Agent to master: an event, numbered within the agent's life."""
+    """Agent to master: an event, numbered within the agent's life. `term` is the highest it has seen."""
 
     number: int
+    term: int
     event: Event
 
 

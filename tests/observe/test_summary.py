@@ -1,0 +1,133 @@
+"""The job on one page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from holdfast.core import events as e
+from holdfast.core.records import Outcome, Strategy
+from holdfast.observe.summary import INCIDENTS_SHOWN_MAX, Summary, summarise
+from observe.scenario import BOOM, START, JobOnDisk, life
+
+
+def summary_of(job: JobOnDisk, *, later_s: float = 0.0) -> Summary:
+    return summarise(job.entries(), job.now + later_s, master_seen=True)
+
+
+def states(summary: Summary) -> list[str]:
+    return [worker.state for node in summary.nodes for worker in node.workers]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> JobOnDisk:
+    return JobOnDisk(tmp_path)
+
+
+def test_before_the_first_record_nothing_is_claimed() -> None:
+    summary = summarise([], START, master_seen=False)
+    assert (summary.job_id, summary.phase, summary.nodes, summary.uptime_s) == ("", "gathering", (), 0.0)
+    assert summary.since == START
+
+
+def test_a_job_that_gathers_says_for_how_long_and_why(job: JobOnDisk) -> None:
+    summary = summary_of(job.pass_s(7))
+    assert (summary.phase, summary.view, summary.world_size) == ("gathering", 0, 0)
+    assert summary.read_at - summary.since == 7
+    assert "no node is here yet" in summary.why
+    assert (summary.nodes_min, summary.nodes_max, summary.restarts_used, summary.restarts_max) == (1, 1, 0, 3)
+
+
+def test_workers_start_and_then_run_under_their_pids(job: JobOnDisk) -> None:
+    assert states(summary_of(job.join("a"))) == ["starting", "starting"]
+    assert [w.pid for w in summary_of(job).nodes[0].workers] == [None, None]
+    summary = summary_of(job.pass_s(2).start("a"), later_s=1)
+    assert states(summary) == ["running", "running"]
+    assert [(w.rank, w.local_rank, w.pid) for w in summary.nodes[0].workers] == [(0, 0, 4_000), (1, 1, 4_001)]
+    assert (summary.phase, summary.view, summary.world_size, summary.term) == ("serving", 1, 2, 1)
+    assert (summary.since, summary.uptime_s, summary.last_record_at) == (START, 3.0, START + 2)
+
+
+def test_pids_of_an_earlier_view_are_not_shown_as_those_of_the_new_one(job: JobOnDisk) -> None:
+    job.join("a").start("a").fail("a", 1, **BOOM).offer("a")
+    assert [w.pid for w in summary_of(job).nodes[0].workers] == [None, None]
+
+
+def test_nodes_come_in_the_order_of_ranks_then_who_waits_then_who_is_gone(tmp_path: Path) -> None:
+    job = JobOnDisk(tmp_path, nodes=(1, 2), workers=1)
+    job.join("gone").pass_s(0.1).join("a").start("gone").start("a").pass_s(1).join("waits")
+    job.do(e.NodeSilent(node_id="gone", incarnation=life("gone"), silent_s=5.0))
+    nodes = summary_of(job).nodes
+    assert [(n.node_id, n.standing, n.group_rank) for n in nodes] == [
+        ("waits", "present", 0),
+        ("a", "present", 1),
+        ("gone", "lost", None),
+    ]
+    assert "nothing heard from it for 5.0 s" in nodes[2].why
+    assert nodes[1].host == "host-a" and nodes[1].workers_max == 1
+
+
+def test_an_incident_is_open_until_the_workers_are_back(job: JobOnDisk) -> None:
+    job.join("a").start("a").pass_s(60).fail("a", 1, failed_at=job.now - 0.012, **BOOM)
+    incident = summary_of(job).open_incident
+    assert incident is not None and incident.strategy is Strategy.RESTART
+    assert incident.cause == "rank 1 on a exited with code 1: ValueError: boom"
+    assert (incident.number, incident.kind, incident.since) == (1, "worker", job.now)
+    job.pass_s(0.015).offer("a").pass_s(0.403).start("a")
+    assert summary_of(job).open_incident is None
+
+
+def test_a_closed_incident_has_its_receipt_and_phases_that_add_up(job: JobOnDisk) -> None:
+    job.join("a").start("a").restart_once()
+    summary = summary_of(job)
+    (incident,) = summary.incidents
+    assert list(incident.phases_s) == ["detected", "decided", "rebuilt", "workers up"]
+    assert incident.phases_s["workers up"] == pytest.approx(0.403, abs=1e-3)
+    assert sum(incident.phases_s.values()) == pytest.approx(incident.total_s)
+    assert "incident 1 over after 430 ms" in incident.receipt
+    assert (incident.view_before, incident.view_after, summary.restarts_used) == (1, 2, 1)
+
+
+def test_only_the_last_incidents_are_listed_and_all_are_counted(tmp_path: Path) -> None:
+    job = JobOnDisk(tmp_path, restarts=20).join("a").start("a")
+    for _ in range(INCIDENTS_SHOWN_MAX + 2):
+        job.restart_once()
+    summary = summary_of(job)
+    assert [i.number for i in summary.incidents] == list(range(3, INCIDENTS_SHOWN_MAX + 3))
+    assert summary.incidents_total == INCIDENTS_SHOWN_MAX + 2
+
+
+def test_success_stops_the_clock(job: JobOnDisk) -> None:
+    summary = summary_of(job.join("a").start("a").pass_s(30).succeed("a"), later_s=1_000)
+    assert summary.ending is not None
+    assert (summary.phase, summary.ending.outcome, summary.ending.exit_code) == ("finished", Outcome.SUCCEEDED, 0)
+    assert (summary.uptime_s, summary.ending.cause) == (30.0, None)
+    assert states(summary) == ["succeeded", "succeeded"]
+
+
+def test_failure_has_its_root_cause_and_nobody_is_said_to_run(tmp_path: Path) -> None:
+    job = JobOnDisk(tmp_path, restarts=0).join("a").start("a")
+    summary = summary_of(job.fail("a", 1, log_file="/logs/stderr.log", **BOOM))
+    assert summary.ending is not None and summary.ending.cause is not None
+    cause = summary.ending.cause
+    assert (summary.ending.exit_code, cause.rank, cause.exit_code) == (1, 1, 1)
+    assert (cause.exception, cause.log_file) == ("ValueError", "/logs/stderr.log")
+    assert states(summary) == ["told-to-stop", "failed"]
+    assert summary.open_incident is None, "the incident ended with the job"
+
+
+def test_workers_of_a_node_that_is_gone_are_not_said_to_run(tmp_path: Path) -> None:
+    job = JobOnDisk(tmp_path, nodes=(2, 2), workers=1).join("a").join("b").start("a").start("b")
+    job.do(e.LinkBroke(node_id="b", incarnation=life("b")))
+    assert states(summary_of(job)) == ["running", "running"], "a broken connection is not in the journal"
+    lost = job.do(e.NodeSilent(node_id="b", incarnation=life("b"), silent_s=5.0))
+    summary = summary_of(lost)
+    assert (summary.phase, states(summary)) == ("gathering", [])
+
+
+def test_the_summary_survives_json(tmp_path: Path) -> None:
+    job = JobOnDisk(tmp_path, restarts=1).join("a").start("a").restart_once().pass_s(1).fail("a", 0, **BOOM)
+    summary = summary_of(job)
+    assert msgspec.json.decode(msgspec.json.encode(summary), type=Summary) == summary
