@@ -33,7 +33,7 @@ class Machine(RuleBasedStateMachine):
 
     @initialize(
         size=st.sampled_from(SIZES),
-        restarts=st.integers(0, 3),
+        restarts=st.sampled_from([0, 1, 3, 8, 8]),
         workers=st.integers(1, 2),
         joining=st.integers(1, 4),
         up=st.sampled_from([True, True, False]),
@@ -245,7 +245,7 @@ def assert_stable(before: View, after: View) -> None:
 
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(
-    max_examples=EXAMPLES or 300,
+    max_examples=EXAMPLES or 400,
     derandomize=not EXAMPLES,
     stateful_step_count=40,
     deadline=None,

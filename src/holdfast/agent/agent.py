@@ -77,11 +77,14 @@ class Agent:
         self._order: Order | None = None
         self._order_changed = asyncio.Event()
         self._signal: signal.Signals | None = None
+        self._over = False
+        """Whether the end of the job, or of our part in it, is known here."""
+        self._told_to_go = asyncio.Event()
         self._background: set[asyncio.Task[None]] = set()
         self._keeping: asyncio.Task[None] | None = None
         self._linking: asyncio.Task[None] | None = None
         self._keeper = (
-            MasterKeeper(config.master, config.master_host, config.master_port, dict(os.environ))
+            MasterKeeper(config.master, config.master_port, dict(os.environ))
             if config.master
             else None
         )
@@ -119,6 +122,7 @@ class Agent:
             serving=self._crew.view if self._crew else 0,
             term=self._uplink.term,
             dead_lives=self._dead_lives,
+            leaving=int(self._signal or 0),
         )
 
     def obey(self, order: Order) -> None:
@@ -141,7 +145,7 @@ class Agent:
                 await self._keeper.start()
             except MasterFailedError as error:
                 return Result(EXIT_JOURNAL, str(error))
-            self._keeping = self._beside(self._keeper.keep())
+            self._keeping = self._beside(self._keeper.keep(lambda: self._over))
         link = self._linking = asyncio.create_task(self._join())
         self._beside(self._sample_memory())
         self._beside(self._look_after_master())
@@ -153,9 +157,16 @@ class Agent:
             await self._close(link, orders)
 
     async def _join(self) -> None:
-        """Only when this node can start workers at once: a job that runs must not wait for a newcomer to warm up."""
-        for problem in (await self._launcher.ready()).problems:
-            log.warning(problem)
+        """Only when this node can start workers at once: a job that runs must not wait for a newcomer to warm up.
+        One that is told to go meanwhile comes to say goodbye: it may have the master, which must know."""
+        warming, told = asyncio.create_task(self._launcher.ready()), asyncio.create_task(self._told_to_go.wait())
+        try:
+            await asyncio.wait({warming, told}, return_when=asyncio.FIRST_COMPLETED)
+            for problem in warming.result().problems if warming.done() else ():
+                log.warning(problem)
+        finally:
+            warming.cancel()
+            told.cancel()
         await self._uplink.run()
 
     async def _close(self, *tasks: asyncio.Task[Any]) -> None:
@@ -198,6 +209,8 @@ class Agent:
                 self._beside(self._say_holding(order))
             case Exit():
                 await self._stop_crew(self._config.shutdown_timeout_s)
+                self._over = True
+                await self._uplink.say_farewell()
                 return Result(order.exit_code, order.why, order.outcome, order.cause)
             case Refuse():
                 return await self._refused(order)
@@ -254,6 +267,7 @@ class Agent:
             os.kill(self._keeper.process_id, signal.SIGTERM)
         if self._signal is None:
             self._signal = received
+            self._told_to_go.set()
             self._report(
                 NodeLeaving(
                     node_id=self._config.node_id,
@@ -268,6 +282,7 @@ class Agent:
         log.info(f"got {received.name}: stopping this node's workers, at most {self._config.shutdown_timeout_s:.0f} s")
         await self._stop_crew(self._config.shutdown_timeout_s, received)
         self._report(NodeGone(node_id=self._config.node_id, incarnation=self._incarnation))
+        self._over = True
         try:
             async with asyncio.timeout(GOODBYE_S):
                 await self._uplink.drained()
@@ -320,7 +335,7 @@ class Agent:
             if away_s < TAKE_OVER_AFTER_S:
                 continue
             if self._keeper and not self._keeper.owned and self._job_id and await self._keeper.take_over(self._job_id):
-                self._keeping = self._beside(self._keeper.keep())
+                self._keeping = self._beside(self._keeper.keep(lambda: self._over))
             if time.monotonic() - said_at > WAITING_LINE_S:
                 said_at = time.monotonic()
                 log.warning(f"the master cannot be reached for {away_s:.0f} s ({self._uplink.trouble}); trying on")

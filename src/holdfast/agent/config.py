@@ -38,6 +38,7 @@ class MasterPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     arguments: tuple[str, ...]
     """Of `holdfast master`, all but the job's id and the address."""
+    listen_host: str
     job_id: str
     """The job to create; a master that is taken over belongs to the job this agent has joined."""
     required: bool

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import structlog
 
@@ -35,8 +36,8 @@ class MasterFailedError(HoldfastError):
 class MasterKeeper:
     """The master's parent."""
 
-    def __init__(self, plan: MasterPlan, host: str, port: int, environment: dict[str, str]) -> None:
-        self._plan, self._host, self.port = plan, host, port
+    def __init__(self, plan: MasterPlan, port: int, environment: dict[str, str]) -> None:
+        self._plan, self.port = plan, port
         self._job_id = plan.job_id
         self._environment = environment
         self._process: subprocess.Popen[bytes] | None = None
@@ -51,13 +52,14 @@ class MasterKeeper:
         elif code != EXIT_ADDRESS_TAKEN or self._plan.required:
             raise MasterFailedError(f"the master could not be started (exit code {code}); its message is above")
 
-    async def keep(self) -> None:
-        """Until the master ends in peace. Cancel it to stop keeping."""
+    async def keep(self, is_over: Callable[[], bool]) -> None:
+        """Until the master ends in peace and this agent knows that the job is over; a master that ended before the
+        agent could hear it (a suspended machine) is asked again."""
         pause_s = PAUSE_FIRST_S
         while self.owned:
             started_at = time.monotonic()
             code = await self._wait()
-            if code == 0:
+            if code == 0 and is_over():
                 return
             if time.monotonic() - started_at >= LIVED_LONG_S:
                 pause_s = PAUSE_FIRST_S
@@ -96,7 +98,7 @@ class MasterKeeper:
     async def _launch(self, *, resume: bool) -> int | None:
         """Start a master and wait until it listens. Its exit code if it ended instead."""
         ready_read, ready_write = os.pipe()
-        arguments = [*self._plan.arguments, "--job-id", self._job_id, "--host", self._host, "--port", str(self.port)]
+        arguments = [*self._plan.arguments, "--job-id", self._job_id, "--host", self._plan.listen_host, "--port", str(self.port)]
         arguments += ["--ready-fd", str(ready_write)] + (["--resume"] if resume else [])
         self._process = subprocess.Popen(  # noqa: ASYNC220  # does not wait for it
             [sys.executable, "-m", "holdfast", "master", *arguments],

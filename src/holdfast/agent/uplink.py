@@ -18,7 +18,7 @@ from holdfast.core.events import Event, Hello
 from holdfast.core.orders import Order
 from holdfast.errors import AuthenticationError, WireError
 from holdfast.wire.channel import ClientConnection, Tls, connect
-from holdfast.wire.messages import Acknowledge, Command, Heartbeat, Page, Report
+from holdfast.wire.messages import Acknowledge, Command, Farewell, Heartbeat, Page, Report
 
 OUTBOX_REPORTS_MAX = 100_000
 """Some reports a worker and view; beyond this the agent is talking in circles."""
@@ -61,6 +61,7 @@ class Uplink:
         self._drained = asyncio.Event()
         self._drained.set()
         self._reconnect = False
+        self._connection: ClientConnection | None = None
         self.term = 0
         self.unreachable_since: float | None = None
         """On the monotonic clock; None while connected, and before the first attempt."""
@@ -85,6 +86,14 @@ class Uplink:
         self._reconnect = True
         self._wake.set()
 
+    async def say_farewell(self) -> None:
+        """The last word on this connection, if there is one: the end of the job was heard."""
+        if self._connection is not None:
+            try:
+                await self._connection.send(Farewell())
+            except WireError as error:
+                log.debug(f"the master is gone already: {error}")
+
     async def drained(self) -> None:
         """Until all that was reported is acknowledged."""
         await self._drained.wait()
@@ -101,9 +110,8 @@ class Uplink:
     async def _connect_and_converse(self) -> bool:
         """One connection, from beginning to end. Whether the master was heard on it."""
         host, port = self._address()
-        connection = None
         try:
-            connection = await connect(
+            connection = self._connection = await connect(
                 host, port, token=self._token, role="agent", tls=self._tls, timeout_s=CONNECT_TIMEOUT_S
             )
             await self._converse(connection)
@@ -116,7 +124,8 @@ class Uplink:
             heard = self.unreachable_since is None
             if heard:
                 self.unreachable_since = time.monotonic()
-            if connection is not None:
+            if self._connection is not None:
+                connection, self._connection = self._connection, None
                 await connection.close()
         return heard
 

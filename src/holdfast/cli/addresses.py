@@ -33,6 +33,25 @@ def is_local(host: str) -> bool:
     return True
 
 
+def primary_address() -> str:
+    """The address by which this machine speaks to others."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # an address of documents: nothing is sent, the route alone is asked for
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])
+
+
+def is_name(host: str) -> bool:
+    """A name that others resolve for themselves, and not `localhost` or a number."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return host != "localhost"
+    return False
+
+
 def check_free(host: str, port: int) -> None:
     """Raises WireError if somebody listens there already."""
     address = resolve(host)

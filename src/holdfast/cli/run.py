@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from holdfast.cli.addresses import is_local, is_loopback, own_address
+from holdfast.cli.addresses import is_local, is_loopback, is_name, own_address, primary_address
 from holdfast.cli.console import set_up_logging
 from holdfast.cli.run_flags import RunOptions, master_endpoint, parse_run
 from holdfast.cli.secrets import TOKEN_VARIABLE, find_token
@@ -81,6 +81,8 @@ def build_config(options: RunOptions, environment: dict[str, str]) -> AgentConfi
     from holdfast.wire.channel import Tls
 
     host, port = master_endpoint(options)
+    if options.nnodes_max > 1 and is_name(host) and is_loopback(host):
+        host = primary_address()  # as on Debian, where a machine's own name is 127.0.1.1, which others cannot reach
     loopback = is_loopback(host)
     token = find_token(os.environ, options.token_file, options.state_dir, loopback=loopback)
     os.environ[TOKEN_VARIABLE] = token  # for the master this agent may start; workers' environment is without it
@@ -177,6 +179,7 @@ def _master_plan(options: RunOptions, host: str, port: int, run_id: str) -> Mast
         here = by_rank == 0 if by_rank is not None else is_local(host)
     if not here:
         return None
+    listen_host = host if is_local(host) else "0.0.0.0"  # told to be the host of an address that leads here
     arguments = {
         "--nnodes": f"{options.nnodes_min}:{options.nnodes_max}",
         "--max-restarts": options.max_restarts,
@@ -194,7 +197,7 @@ def _master_plan(options: RunOptions, host: str, port: int, run_id: str) -> Mast
         arguments |= {"--tls-cert": options.tls_cert, "--tls-key": options.tls_key, "--tls-ca": options.tls_ca or ""}
     flat = tuple(str(word) for pair in arguments.items() for word in pair)
     job_id = run_id or _new_job_id(options.script)
-    return MasterPlan(arguments=flat, job_id=job_id, required=port == 0 or by_rank == 0 or options.is_host is True)
+    return MasterPlan(arguments=flat, job_id=job_id, listen_host=listen_host, required=port == 0 or by_rank == 0 or options.is_host is True)
 
 
 def _new_job_id(script: str) -> str:

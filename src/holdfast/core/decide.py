@@ -59,9 +59,7 @@ def decide(job: Job, event: e.Event, now: float) -> list[r.Record]:
             node = job.live(node_id, incarnation)
             if node is None or isinstance(node.standing, Draining):
                 return []
-            return [
-                r.NodeDraining(at=now, node_id=node_id, incarnation=incarnation, signal=signal, why=why)
-            ]
+            return [_draining(node_id, incarnation, signal, why, now)]
         case e.NodeGone(node_id=node_id, incarnation=incarnation):
             if job.live(node_id, incarnation) is None:
                 return []
@@ -138,9 +136,16 @@ def _take_in(hello: e.Hello, now: float) -> list[r.Record]:
     joined = r.NodeJoined(
         at=now, node_id=hello.node_id, incarnation=hello.incarnation, info=hello.info
     )
+    if hello.leaving:  # said in one breath, so that no view is ever formed with it
+        why = "it was told to go before it joined"
+        return [joined, _draining(hello.node_id, hello.incarnation, hello.leaving, why, now)]
     if not hello.store_port:
         return [joined]
     return [joined, r.StoreReady(at=now, node_id=hello.node_id, port=hello.store_port)]
+
+
+def _draining(node_id: str, incarnation: str, signal: int, why: str, now: float) -> r.NodeDraining:
+    return r.NodeDraining(at=now, node_id=node_id, incarnation=incarnation, signal=signal, why=why)
 
 
 def _next_life(job: Job, old: Node, hello: e.Hello, now: float) -> list[r.Record]:

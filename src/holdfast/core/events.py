@@ -48,6 +48,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """The highest master term it has seen."""
     dead_lives: tuple[str, ...] = ()
     """Incarnations it has seen to be dead with its own eyes: their process is gone from this machine."""
+    leaving: int = 0
+    """The signal by which it was told to go before it could join; 0 if it means to stay."""
 
 
 class LinkBroke(msgspec.Struct, frozen=True, kw_only=True, tag="link-broke"):

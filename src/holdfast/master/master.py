@@ -29,11 +29,11 @@ from holdfast.errors import WireError
 from holdfast.journal import SqliteJournal
 from holdfast.master.sessions import Session, Switchboard
 from holdfast.wire.channel import Server, ServerConnection, Tls
-from holdfast.wire.messages import Acknowledge, Command, Heartbeat, Page, Report, Watch
+from holdfast.wire.messages import Acknowledge, Command, Farewell, Heartbeat, Page, Report, Watch
 
 BATCH_EVENTS_MAX = 4_096
 FAREWELL_S = 5.0
-"""How long a finished master stays for agents that have not heard the end yet."""
+"""How long a finished master stays for agents that have not heard the end yet; at least the silence timeout."""
 FAREWELL_STREAMS_S = 0.5
 """How long the last messages may take to get out."""
 PROGRESS_LINE_S = 10.0
@@ -62,6 +62,8 @@ class Master:
         self._agents = Switchboard()
         self._watchers: dict[Session, int] = {}
         self._orphaned = False
+        self._alone_since: float | None = None
+        self._unaware: set[str] = set()  # lives that have not heard of the job's end
         self._progress_at = self._clock() + PROGRESS_LINE_S
         self._commit(begin(self._job, job_id, settings, self._clock()))
 
@@ -89,7 +91,7 @@ class Master:
         ready(await server.start(host, port))
         try:
             await self._decide_until_finished()
-            await self._see_off()
+            await self._see_agents_off()
         finally:
             self._agents.end_all()
             for watcher in self._watchers:
@@ -100,34 +102,54 @@ class Master:
 
     async def _decide_until_finished(self) -> None:
         while not isinstance(self._job.phase, Finished):
-            batch = await self._next_batch()
-            if batch is None:
+            batch = await self._next_batch(self._wait_s())
+            if self._is_abandoned():
                 log.warning("the agent that started this master is gone and no other is connected: it ends")
                 return
             self._say_progress()
-            events = [report.event if report else _link_broke(session) for session, report in batch]
-            self._commit(transact(self._job, [*events, *self._silences()], self._clock()))
-            for session, report in batch:
-                if report:
-                    session.send(Acknowledge(report.number))
+            self._deal_with(batch)
 
-    async def _next_batch(self) -> list[Letter] | None:
-        """What came in; empty at a deadline; None when nobody is left to work for."""
+    async def _see_agents_off(self) -> None:
+        """Until every agent of the job has heard its end, or has had time to: also one whose connection broke, and
+        all of them when this master was started again after the end."""
+        if not isinstance(self._job.phase, Finished):
+            return
+        self._unaware = {node.incarnation for node in self._job.nodes.values() if node.alive}
+        leave_at = self._clock() + max(FAREWELL_S, self._job.settings.silence_timeout_s)
+        while self._unaware and (left_s := leave_at - self._clock()) > 0:
+            self._deal_with(await self._next_batch(left_s))
+
+    def _deal_with(self, batch: list[Letter]) -> None:
+        events = [report.event if report else _link_broke(session) for session, report in batch]
+        self._commit(transact(self._job, [*events, *self._silences()], self._clock()))
+        for session, report in batch:
+            if report:
+                session.send(Acknowledge(report.number))
+
+    async def _next_batch(self, wait_s: float | None) -> list[Letter]:
+        """What came in; empty if nothing did in time, or if there is something else to look at."""
         came: list[Letter | None] = []
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._wait_s()):
+            async with asyncio.timeout(wait_s):
                 came.append(await self._inbox.get())
         while len(came) < BATCH_EVENTS_MAX and not self._inbox.empty():
             came.append(self._inbox.get_nowait())
-        abandoned = self._orphaned and not came and not len(self._agents)
-        return None if abandoned else [letter for letter in came if letter is not None]
+        return [letter for letter in came if letter is not None]
+
+    def _is_abandoned(self) -> bool:
+        """Whether there has been nobody to work for, for a while, and nobody who would end this master."""
+        if not self._orphaned or len(self._agents):
+            self._alone_since = None
+        elif self._alone_since is None:
+            self._alone_since = self._clock()
+        return self._alone_since is not None and self._clock() >= self._alone_since + ORPHAN_GRACE_S
 
     def _wait_s(self) -> float | None:
         deadlines = [next_deadline(self._job)]
         if (quietest_at := self._agents.quietest_at()) is not None:
             deadlines.append(quietest_at + self._job.settings.silence_timeout_s)
-        if self._orphaned:
-            deadlines.append(self._clock() + ORPHAN_GRACE_S)
+        if self._alone_since is not None:
+            deadlines.append(self._alone_since + ORPHAN_GRACE_S)
         if isinstance(self._job.phase, Gathering):
             deadlines.append(self._progress_at)
         known = [deadline for deadline in deadlines if deadline is not None]
@@ -165,13 +187,6 @@ class Master:
         for watcher in self._watchers:
             self._feed(watcher)
 
-    async def _see_off(self) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(FAREWELL_S):
-                while len(self._agents):
-                    self._agents.changed.clear()
-                    await self._agents.changed.wait()
-
     # --- connections
 
     async def _on_connection(self, connection: ServerConnection) -> None:
@@ -201,6 +216,9 @@ class Master:
                     raise WireError(f"{session.node_id} follows term {term}: this master is of term {self._job.term}")
                 case Heartbeat():
                     session.send(Acknowledge(0))
+                case Farewell():
+                    self._unaware.discard(session.incarnation)
+                    self._inbox.put_nowait(None)
                 case Report(event=event) if _speaks_for_itself(session, event):
                     self._inbox.put_nowait((session, message))
                 case _:

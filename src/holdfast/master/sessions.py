@@ -51,8 +51,6 @@ class Switchboard:
 
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
-        self.changed = asyncio.Event()
-        """Set whenever a session comes or goes."""
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -62,14 +60,12 @@ class Switchboard:
         if old := self._sessions.get(session.incarnation):
             old.end()
         self._sessions[session.incarnation] = session
-        self.changed.set()
 
     def remove(self, session: Session) -> bool:
         """Whether this was the life's current connection."""
         if self._sessions.get(session.incarnation) is not session:
             return False
         del self._sessions[session.incarnation]
-        self.changed.set()
         return True
 
     def send(self, incarnation: str, message: FromMaster) -> None:

@@ -44,6 +44,7 @@ HANDSHAKE_TIMEOUT_S = 10.0
 _OPTIONS = [
     ("grpc.max_receive_message_length", FRAME_BYTES_MAX),
     ("grpc.max_send_message_length", FRAME_BYTES_MAX),
+    ("grpc.http2.bdp_probe", 0),  # a ping for every few messages, to tune windows that ours never fill
 ]
 _CLIENT_OPTIONS = [*_OPTIONS, ("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
 

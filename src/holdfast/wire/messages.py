@@ -28,6 +28,10 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     term: int
 
 
+class Farewell(msgspec.Struct, frozen=True, tag="farewell"):
+    """Agent to master: I have heard that the job is over."""
+
+
 class Watch(msgspec.Struct, frozen=True, tag="watch"):
     """Watcher to master: send me the journal from here, and go on."""
 
@@ -54,5 +58,5 @@ class Page(msgspec.Struct, frozen=True, tag="page"):
     records: tuple[str, ...]
 
 
-ToMaster = Report | Heartbeat | Watch
+ToMaster = Report | Heartbeat | Farewell | Watch
 FromMaster = Acknowledge | Command | Page
