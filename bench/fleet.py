@@ -7,15 +7,18 @@ start at once. The benchmark tells a fleet what to do next through a pipe; the f
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
+import structlog
+
 from holdfast.agent.identity import new_incarnation
 from holdfast.agent.uplink import Uplink
 from holdfast.core.events import Hello, JobSpec, NodeInfo, StoreOffered, WorkersStarted
-from holdfast.core.orders import Order, Serve
+from holdfast.core.orders import Order, Refuse, Serve
 
 JOB_ID = "bench"
 RESTARTS_MAX = 3
@@ -68,13 +71,21 @@ class FakeAgent:
         )
 
     def obey(self, order: Order) -> None:
-        """Only views matter here: the workers start at once, and a store that is taken up is followed by another."""
-        if not isinstance(order, Serve):
-            return
-        self.served_at = time.time()
-        self.served.set()
-        if order.view == self.view:
-            return
+        match order:
+            case Serve():
+                self.served_at = time.time()
+                self.served.set()
+                if order.view != self.view:
+                    self._serve(order)
+            case Refuse(rejoin=True):
+                self._incarnation, self.view = new_incarnation(), 0
+                self.uplink.forget_reports()
+                self.uplink.reconnect()
+            case _:
+                pass
+
+    def _serve(self, order: Serve) -> None:
+        """The workers start at once, and a store that is taken up is followed by another."""
         self.view = order.view
         who = {"node_id": self._node_id, "incarnation": self._incarnation}
         self.uplink.report(WorkersStarted(**who, view=order.view, pids=tuple(range(1, 9))))
@@ -136,6 +147,7 @@ async def end(agents: Sequence[FakeAgent]) -> None:
 
 def serve(plan: Plan, benchmark: Connection) -> None:
     """A fleet's process: commands in, times out, until it is told to close."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     asyncio.run(_serve(plan, benchmark))
 
 

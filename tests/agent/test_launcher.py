@@ -102,7 +102,7 @@ def test_one_that_is_too_large_is_refused_and_does_no_harm(nest: Nest, tmp_path:
 
 
 def test_a_directory_that_is_not_there_is_a_sentence(nest: Nest, tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match="nowhere.*No such file"), Output(tmp_path) as output:
+    with pytest.raises(LaunchError, match=r"nowhere.*No such file"), Output(tmp_path) as output:
         nest.do(nest.start(["x.py"], tmp_path / "nowhere", output))
     nest.do(eventually_async(lambda: children() == {nest.launcher.server_pid}, "the failed newborn is reaped"))
 
@@ -300,7 +300,7 @@ def test_a_fork_server_that_cannot_start_is_given_up_with_its_last_words(tmp_pat
 
 def test_python_itself_missing_is_a_sentence_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/no/such/python")
-    with Nest("cold") as nest, pytest.raises(LaunchError, match="cannot be started.*No such file"):
+    with Nest("cold") as nest, pytest.raises(LaunchError, match=r"cannot be started.*No such file"):
         nest.do(nest.launcher.ready())
 
 

@@ -88,7 +88,7 @@ class World:
 
     def restart_master(self, down_s: float = 0.0) -> list[r.Record]:
         """Kill the master, and start the next one from the journal alone."""
-        replayed = replay(_decode(line) for line in self.journal)
+        replayed = self.replayed()
         assert durable(replayed) == durable(self.job), "the journal tells another story"
         self.job = replayed
         self.now += down_s
@@ -98,8 +98,12 @@ class World:
     def lose_batch(self, *events: e.Event) -> None:
         """Kill the master after it decided and before its journal had it: nothing was said, nothing is kept."""
         transact(self.job, events, self.now)
-        self.job = replay(_decode(line) for line in self.journal)
+        self.job = self.replayed()
         self.restart_master()
+
+    def replayed(self) -> Job:
+        """The job as a new master would find it."""
+        return replay(_decode(line) for line in self.journal)
 
     def _commit(self, done: Transaction, over: Finished | None = None) -> Transaction:
         for record in done.records:

@@ -21,6 +21,7 @@ from worker.nest import (
     Nest,
     Output,
     Result,
+    children,
     eventually,
     eventually_async,
     is_running,
@@ -63,10 +64,8 @@ from holdfast.agent.launcher import Launcher
 structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 async def main():
     launcher = await Launcher.start("cold")
-    await asyncio.gather(*[
-        launcher.start_python(["sleeper.py"], kind="script", env=os.environ, cwd=os.getcwd(), stdout=1, stderr=1, local_rank=0)
-        for _ in range(30)
-    ])
+    sleeper = dict(kind="script", env=os.environ, cwd=os.getcwd(), stdout=1, stderr=1, local_rank=0)
+    await asyncio.gather(*[launcher.start_python(["sleeper.py"], **sleeper) for _ in range(30)])
     await asyncio.sleep(1000)
 asyncio.run(main())
 """
@@ -244,13 +243,16 @@ def test_an_agent_killed_while_workers_are_being_born_leaves_none(tmp_path: Path
     """Wherever a birth is cut off, the newborn notices that its parent is not the agent."""
     write(tmp_path / "sleeper.py", "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(1000)")
     agent_of_many = [sys.executable, "-c", AGENT_OF_MANY]
+    before = children()
     with subprocess.Popen(agent_of_many, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as agent:
         assert agent.stdout is not None
         for _ in range(4):
             agent.stdout.readline()
         agent.kill()
         agent.stdout.read()  # up to the end of file: nobody holds the pipe any more
-    eventually(lambda: not reap_whatever_was_inherited(), "all are gone")
+    eventually(lambda: not any(map(is_running, children() - before)), "all are gone")
+    for pid in children() - before:
+        reap_if_inherited(pid)
 
 
 def reap_if_inherited(pid: int) -> None:
@@ -259,15 +261,6 @@ def reap_if_inherited(pid: int) -> None:
         os.waitpid(pid, 0)
     except ChildProcessError:
         return
-
-
-def reap_whatever_was_inherited() -> bool:
-    """True while there is anything left to wait for."""
-    try:
-        os.waitpid(-1, os.WNOHANG)
-    except ChildProcessError:
-        return False
-    return True
 
 
 def test_workers_hold_no_pipe_of_each_other(nest: Nest, tmp_path: Path) -> None:

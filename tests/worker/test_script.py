@@ -23,7 +23,8 @@ print(json.dumps({
     "argv": sys.argv, "orig_argv": sys.orig_argv, "path": sys.path, "flags": list(sys.flags), "cwd": os.getcwd(),
     "main_is_me": __main__.__dict__ is globals(),
     "main": {k: repr(type(v)) for k, v in sorted(vars(__main__).items()) if k.startswith("__")},
-    "file": __file__, "name": __name__, "package": __package__, "cached": __cached__, "spec": __spec__ and [__spec__.name, __spec__.origin, __spec__.parent],
+    "file": __file__, "name": __name__, "package": __package__, "cached": __cached__,
+    "spec": __spec__ and [__spec__.name, __spec__.origin, __spec__.parent],
     "loader": getattr(__loader__, "path", None) or repr(__loader__), "doc": __doc__,
     "streams": [
         (type(s.buffer).__name__, s.encoding, s.errors, s.line_buffering, s.write_through, s.newlines, s.name, s.mode)
@@ -60,7 +61,7 @@ ENDINGS = {
     "is terminated": "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)",
     "leaves a thread": (
         "import atexit, threading, time\natexit.register(print, 'atexit')\n"
-        "def work():\n    time.sleep(0.05)\n    print('worked')\nthreading.Thread(target=work).start()\nprint('main done')"
+        "threading.Thread(target=lambda: (time.sleep(0.05), print('worked'))).start()\nprint('main done')"
     ),
     "leaves a thread and raises": (
         "import atexit, threading, time\natexit.register(print, 'atexit')\n"

@@ -98,8 +98,8 @@ class MasterKeeper:
     async def _launch(self, *, resume: bool) -> int | None:
         """Start a master and wait until it listens. Its exit code if it ended instead."""
         ready_read, ready_write = os.pipe()
-        arguments = [*self._plan.arguments, "--job-id", self._job_id, "--host", self._plan.listen_host, "--port", str(self.port)]
-        arguments += ["--ready-fd", str(ready_write)] + (["--resume"] if resume else [])
+        arguments = [*self._plan.arguments, "--job-id", self._job_id, "--ready-fd", str(ready_write)]
+        arguments += ["--host", self._plan.listen_host, "--port", str(self.port)] + ["--resume"] * resume
         self._process = subprocess.Popen(  # noqa: ASYNC220  # does not wait for it
             [sys.executable, "-m", "holdfast", "master", *arguments],
             env=self._environment,

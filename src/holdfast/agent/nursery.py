@@ -22,7 +22,7 @@ import structlog
 from holdfast.agent.child import Child
 from holdfast.agent.link import ReportPipe
 from holdfast.agent.server_process import ServerProcess
-from holdfast.errors import LaunchError
+from holdfast.errors import LaunchError, WireError
 from holdfast.wire.local import Mode, NotStarted, Ready, Report, ServerRequest, Started
 
 LAUNCH_ATTEMPTS_MAX = 2
@@ -106,7 +106,10 @@ class Nursery:
     async def _launch(self, request: ServerRequest, descriptors: list[int]) -> Child:
         try:
             for _ in range(LAUNCH_ATTEMPTS_MAX):
-                report = await self._attempt(request, descriptors)
+                try:
+                    report = await self._attempt(request, descriptors)
+                except WireError as error:
+                    raise LaunchError(f"the request cannot be sent to the fork server: {error}") from error
                 if isinstance(report, NotStarted):
                     raise LaunchError(report.reason)
                 if isinstance(report, Started):

@@ -1,0 +1,256 @@
+"""Jobs across hosts, and what becomes of them when the network, a host or the lone master fails.
+
+Every host is a network namespace (hosts.py). The master is on the first one, where its journal is; workers of all hosts
+write into one directory.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from e2e.hosts import LINK, MASTER, Host, Network, cut_between, hosts, reset_between, why_not
+from e2e.jobs import SCRIPTS, SPAWN, STEPS, AgentProcess, Journal, Place, is_alive, wait_for, wait_until_gone
+from holdfast.core.records import (
+    GatheringBegan,
+    IncidentDecided,
+    NodeJoined,
+    NodeLost,
+    NodeStarted,
+    Outcome,
+    Strategy,
+    ViewFormed,
+)
+
+REASON = why_not()
+pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON or "hosts can be made")
+
+PORT = 29400
+"""Each test has a network of its own: no port is ever taken."""
+TOKEN = "the token of a job across several hosts"
+LINE = ("--heartbeat-interval", "0.3", "--settle", "60")
+"""Heartbeats are frequent, so that a fault meets one at once. A view is formed when all nodes are there, not before."""
+NOTICE_SILENCE = ("--silence-timeout", "2")
+BEAR_SILENCE = ("--silence-timeout", "50")
+
+Pids = dict[str, tuple[int, ...]]
+
+
+class Cluster(Place):
+    """A job on several hosts."""
+
+    def __init__(self, directory: Path, net: Network, *flags: str) -> None:
+        super().__init__(directory)
+        self.net, self.flags = net, flags
+        self.journal = Journal(self.state_of(net[0]))
+
+    def state_of(self, host: Host) -> Path:
+        return self.directory / host.namespace / "state"
+
+    def start_on(
+        self, host: Host, node_id: str, *flags: str, program: tuple[str, ...] = (*SPAWN, STEPS), token: str = TOKEN
+    ) -> AgentProcess:
+        """The agent of a node; all nodes of a job have the job's flags."""
+        meet = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self.net[0].address}:{PORT}", "--rdzv-id", "job")
+        words = (*meet, *LINE, *self.flags, "--node-id", node_id, *flags, *program)
+        env = {"WORK": str(self.work), "GLOO_SOCKET_IFNAME": LINK} | ({"HOLDFAST_TOKEN": token} if token else {})
+        return host.start_agent(words, state_dir=self.state_of(host), env=env)
+
+    def start_all(self, names: str, **choices: Any) -> list[AgentProcess]:
+        """A node a letter, on the hosts in their order."""
+        return [self.start_on(host, name, **choices) for host, name in zip(self.net, names, strict=False)]
+
+    def started(self, view: int) -> Pids:
+        """The workers' processes by node."""
+        return {record.node_id: record.pids for record in self.journal.of(NodeStarted) if record.view == view}
+
+    def wait_for_view(self, names: str) -> Pids:
+        """The processes of the newest view, once it consists of these nodes and all of them run and work."""
+
+        def running() -> Pids:
+            views = [record.view for record in self.journal.of(ViewFormed)]
+            members = {member.node_id for member in views[-1].members} if views else set()
+            started = self.started(views[-1].number) if members == set(names) else {}
+            return started if set(started) == members else {}
+
+        pids = wait_for(running, what=f"a view of the nodes {', '.join(names)}")
+        self.wait_for_steps(*flat(pids))
+        return pids
+
+    def lives(self, node_id: str) -> list[str]:
+        """The incarnations that joined under this id."""
+        return [record.incarnation for record in self.journal.of(NodeJoined) if record.node_id == node_id]
+
+    def assert_finishes(self, *agents: AgentProcess) -> None:
+        self.finish()
+        assert [agent.wait() for agent in agents] == [0] * len(agents)
+        assert self.journal.finished().outcome is Outcome.SUCCEEDED
+
+    def assert_undisturbed(self, pids: Pids) -> None:
+        """The first view is still in force, with the same workers, and nobody was ever lost."""
+        assert self.journal.view() == 1
+        assert self.started(1) == pids
+        assert not self.journal.of(NodeLost)
+        assert {line.pid for line in self.ledger("start")} == set(flat(pids))
+
+
+def flat(pids: Pids) -> list[int]:
+    return [pid for of_node in pids.values() for pid in of_node]
+
+
+@pytest.fixture
+def net(request: pytest.FixtureRequest, leak_guard: str) -> Iterator[Network]:
+    """As many hosts as the test says: @pytest.mark.parametrize("net", [3], indirect=True)."""
+    with hosts(request.param) as network:
+        yield network
+
+
+two_hosts = pytest.mark.parametrize("net", [2], indirect=True, ids=["2-hosts"])
+three_hosts = pytest.mark.parametrize("net", [3], indirect=True, ids=["3-hosts"])
+four_hosts = pytest.mark.parametrize("net", [4], indirect=True, ids=["4-hosts"])
+
+
+# --- without faults
+
+
+@two_hosts
+def test_ddp_trains_across_two_hosts_which_listen_on_their_named_addresses_only(tmp_path: Path, net: Network) -> None:
+    job = Cluster(tmp_path, net, "--nnodes", "2", *BEAR_SILENCE)
+    agents = job.start_all("ab", program=(str(SCRIPTS / "trains.py"),))
+    job.wait_for_view("ab")
+    view = job.journal.of(ViewFormed)[0].view
+    store_host = net["ab".index(view.store_node_id)]
+    assert view.store_host == store_host.address
+    assert (store_host.address, view.store_port) in store_host.listeners()
+    assert (net[0].address, PORT) in net[0].listeners()
+    for host in net:
+        assert {address for address, _ in host.listeners()} == {host.address}
+    job.assert_finishes(*agents)
+    assert {line.rank for line in job.ledger("end")} == {0, 1}
+    told = {path.read_text() for path in job.work.glob("store-address-*")}
+    assert told == {store_host.address}
+
+
+@three_hosts
+def test_a_lone_master_is_killed_and_resumed_and_no_worker_restarts(tmp_path: Path, net: Network) -> None:
+    job = Cluster(tmp_path, net, "--nnodes", "2", *BEAR_SILENCE)
+
+    def start_master(*flags: str) -> AgentProcess:
+        words = ("--host", net[0].address, "--port", str(PORT), "--job-id", "job", "--nnodes", "2", *LINE)
+        env = {"HOLDFAST_TOKEN": TOKEN}
+        state_dir = job.state_of(net[0])
+        return net[0].start_agent((*words, *BEAR_SILENCE, *flags), state_dir=state_dir, env=env, command=MASTER)
+
+    first = start_master()
+    agents = [job.start_on(host, name) for host, name in zip(net.hosts[1:], "ab", strict=True)]
+    pids = job.wait_for_view("ab")
+    first.kill()
+    job.wait_for_steps(*flat(pids))
+    second = start_master("--resume")
+    wait_for(lambda: job.journal.term() == 2, what="the second term")
+    job.assert_finishes(*agents)
+    assert second.wait() == 0
+    job.assert_undisturbed(pids)
+
+
+# --- cuts
+
+
+@three_hosts
+def test_a_node_behind_a_silent_cut_is_lost_and_comes_back_as_a_new_life(tmp_path: Path, net: Network) -> None:
+    job = Cluster(tmp_path, net, "--nnodes", "2:3", *NOTICE_SILENCE)
+    agents = job.start_all("abc")
+    first = job.wait_for_view("abc")
+
+    net[2].cut()
+    lost = job.journal.wait_for(NodeLost)
+    assert (lost.node_id, lost.certain) == ("c", False)
+    assert lost.incarnation == job.lives("c")[0]
+    second = job.wait_for_view("ab")
+    assert not set(flat(first)) & set(flat(second))
+    wait_until_gone(*first["a"], *first["b"])
+    job.wait_for_steps(*first["c"])  # nobody could tell it yet
+
+    net[2].heal()
+    third = job.wait_for_view("abc")
+    wait_until_gone(*flat(first), *flat(second))
+    assert not set(flat(third)) & {*flat(first), *flat(second)}
+    assert len(job.lives("a")) == len(job.lives("b")) == 1
+    assert len(set(job.lives("c"))) == 2
+    job.assert_finishes(*agents)
+    assert len(job.ledger("start")) == 8
+    assert [lost.node_id for lost in job.journal.of(NodeLost)] == ["c"]
+    assert "coming back as a new life" in agents[2].stderr
+    assert job.journal.job().restarts_used == 0
+
+
+@two_hosts
+def test_a_cut_shorter_than_the_silence_timeout_changes_nothing(tmp_path: Path, net: Network) -> None:
+    job = Cluster(tmp_path, net, "--nnodes", "2", *BEAR_SILENCE)
+    agents = job.start_all("ab")
+    pids = job.wait_for_view("ab")
+    to_master, _ = net[1].cut()
+    wait_for(lambda: to_master.packets() >= 2, what="a heartbeat that was lost")
+    net[1].heal()
+    job.wait_for_steps(*flat(pids))
+    job.assert_finishes(*agents)
+    job.assert_undisturbed(pids)
+
+
+@pytest.mark.parametrize("who_hears", ["agent", "master"])
+@two_hosts
+def test_a_connection_that_is_reset_is_made_again_within_the_grace(
+    tmp_path: Path, net: Network, who_hears: str
+) -> None:
+    """A reset reaches one end only; the other learns of it when it speaks, or when the new connection is there."""
+    job = Cluster(tmp_path, net, "--nnodes", "2", *BEAR_SILENCE, "--reconnect-grace", "40")
+    agents = job.start_all("ab")
+    pids = job.wait_for_view("ab")
+    before = net[1].connections_to(net[0].address, PORT)
+    ends = (net[1], net[0]) if who_hears == "agent" else (net[0], net[1])
+    rule = reset_between(*ends)
+    wait_for(rule.packets, what="a packet to answer with a reset")
+    net[1].heal()
+
+    def reconnected() -> bool:
+        now = net[1].connections_to(net[0].address, PORT)
+        return len(now) == 1 and not now & before
+
+    assert len(before) == 1
+    wait_for(reconnected, what="another connection to the master")
+    job.wait_for_steps(*flat(pids))
+    job.assert_finishes(*agents)
+    job.assert_undisturbed(pids)
+
+
+@three_hosts
+def test_workers_train_on_while_the_masters_host_is_cut_off_and_the_job_goes_on_afterwards(
+    tmp_path: Path, net: Network
+) -> None:
+    job = Cluster(tmp_path, net, "--nnodes", "3", *NOTICE_SILENCE)
+    agents = job.start_all("abc")
+    first = job.wait_for_view("abc")
+
+    net[0].cut("cable")
+    wait_for(lambda: len(job.journal.of(NodeLost)) == 2, what="both nodes lost")
+    wait_until_gone(*first["a"])  # by itself it is too few
+    job.wait_for_steps(*first["b"], *first["c"])
+    assert all(agent.is_running for agent in agents)
+    assert [record.strategy for record in job.journal.of(IncidentDecided)] == [Strategy.WAIT]
+
+    net[0].heal()
+    second = job.wait_for_view("abc")
+    wait_until_gone(*flat(first))
+    assert not set(flat(first)) & set(flat(second))
+    assert [len(set(job.lives(name))) for name in "abc"] == [1, 2, 2]
+    job.assert_finishes(*agents)
+    assert len(job.journal.of(GatheringBegan)) == 2
+    assert len(job.ledger("start")) == 6
