@@ -17,7 +17,7 @@ SPARES = 8
 DAY_S = 86_400.0
 START_UP_S = 2.0
 REPAIR_MEAN_S = 1_800.0
-FAULTS_A_DAY = {"node dies": 40, "node falls silent": 10, "worker fails": 40, "node is told to go": 20, "master dies": 4}
+FAULTS_A_DAY = {"node dies": 24, "node falls silent": 8, "worker fails": 24, "node is told to go": 12, "master dies": 4}
 
 
 class Day:

@@ -216,4 +216,5 @@ def run(*words: str) -> str:
 
 def _endpoint(text: str) -> tuple[str, int]:
     address, _, port = text.rpartition(":")
-    return address.partition("%")[0].strip("[]"), int(port)
+    plain = address.partition("%")[0].strip("[]")
+    return plain.removeprefix("::ffff:"), int(port)  # gRPC connects to IPv4 through IPv6 sockets

@@ -19,7 +19,16 @@ from e2e.jobs import (
     wait_for,
     wait_until_gone,
 )
-from holdfast.core.records import IncidentDecided, NodeJoined, NodeLost, ViewFormed, WorkerLost
+from holdfast.core.records import (
+    IncidentDecided,
+    JobFinished,
+    NodeJoined,
+    NodeLost,
+    Outcome,
+    ViewFormed,
+    WorkerDone,
+    WorkerLost,
+)
 
 MANY = 3
 
@@ -41,9 +50,13 @@ class HiddenJournal:
         self._hidden = self._directory.with_name("hidden")
 
     def __enter__(self) -> None:
+        tries = self._tries_in_vain()
         self._directory.rename(self._hidden)
         kill_master(self._agent)
-        wait_for(lambda: "is gone while its job runs" in self._agent.stderr, what="a master that cannot start")
+        wait_for(lambda: self._tries_in_vain() > tries, what="a master that cannot start")
+
+    def _tries_in_vain(self) -> int:
+        return self._agent.stderr.count("is gone while its job runs")
 
     def __exit__(self, *_: object) -> None:
         for lock in self._directory.glob("*"):  # what a master that could not start has made
@@ -124,6 +137,20 @@ def test_a_master_killed_in_the_middle_of_a_restart_finishes_it(tmp_path: Path, 
     assert job.journal.job().restarts_used == 1
 
 
+@pytest.mark.parametrize("moment", [WorkerDone, JobFinished])
+def test_a_master_killed_at_the_very_end_does_not_keep_the_agent(tmp_path: Path, moment: type) -> None:
+    job = Place(tmp_path)
+    agent = job.start("--standalone", "--nproc-per-node", "2", *SPAWN, STEPS)
+    job.journal.wait_for_workers(2)
+    master = agent.master_pid()
+    job.finish()
+    job.journal.wait_for(moment)
+    if is_alive(master):
+        kill9(master)
+    assert agent.wait() == 0
+    assert job.journal.finished().outcome is Outcome.SUCCEEDED
+
+
 def test_what_happens_to_workers_while_there_is_no_master_is_dealt_with_when_it_is_back(tmp_path: Path) -> None:
     job = Place(tmp_path)
     agent = job.start("--standalone", "--nproc-per-node", "2", "--max-restarts", "1", *SPAWN, STEPS)
@@ -151,7 +178,7 @@ def test_workers_that_finish_without_a_master_have_succeeded_even_if_it_never_co
 
 
 def test_a_master_that_stood_still_for_a_while_restarts_nobody(tmp_path: Path) -> None:
-    """A paused machine, a debugger: when it runs again, it has not heard anybody for long, and that is its own fault."""
+    """A paused machine, a debugger: that it has not heard from anybody for long is its own fault."""
     job = Place(tmp_path)
     times = ("--heartbeat-interval", "0.2", "--silence-timeout", "1")
     agent = job.start("--standalone", *times, *SPAWN, STEPS)

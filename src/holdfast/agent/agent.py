@@ -306,6 +306,7 @@ class Agent:
         await self._stop_crew(self._config.restart_grace_s)
         if refusal.rejoin:
             log.warning(f"{refusal.why}: coming back as a new life")
+            self._dead_lives = (self._incarnation,)  # nobody knows better: its workers have just been stopped
             self._incarnation = new_incarnation()
             self._uplink.forget_reports()
         elif refusal.holder and refusal.holder not in self._dead_lives and saw_dead(refusal):

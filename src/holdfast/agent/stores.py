@@ -16,7 +16,16 @@ from holdfast.agent.child import Child
 from holdfast.agent.link import Link
 from holdfast.agent.nursery import Nursery
 from holdfast.errors import LaunchError
-from holdfast.wire.local import CloseStore, KeeperReply, KeeperRequest, KeepStores, OpenStore, StoreFailed, StoreOpened
+from holdfast.wire.local import (
+    CloseStore,
+    KeeperReply,
+    KeeperRequest,
+    KeepStores,
+    OpenStore,
+    StoreClosed,
+    StoreFailed,
+    StoreOpened,
+)
 
 OPEN_ATTEMPTS_MAX = 2
 
@@ -49,7 +58,7 @@ class Keeper:
     def _replied(self, reply: KeeperReply) -> None:
         if isinstance(reply, StoreOpened):
             self.views.add(reply.view)
-        else:
+        elif isinstance(reply, StoreClosed):
             self.views.discard(reply.view)
         self._waiting.pop(reply.view).set_result(reply)
 

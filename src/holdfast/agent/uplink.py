@@ -22,7 +22,9 @@ from holdfast.wire.messages import Acknowledge, Command, Farewell, Heartbeat, Pa
 
 OUTBOX_REPORTS_MAX = 100_000
 """Some reports a worker and view; beyond this the agent is talking in circles."""
-CONNECT_TIMEOUT_S = 3.0
+CONNECT_TIMEOUT_FIRST_S = 3.0
+CONNECT_TIMEOUT_MAX_S = 10.0
+"""It doubles when it runs out: a busy master gets round to everybody, if they do not all begin again meanwhile."""
 RETRY_FIRST_S = 0.01
 RETRY_MAX_S = 0.2
 """Of a local or rack-wide connection; a restarted master is back in a third of a second."""
@@ -100,19 +102,24 @@ class Uplink:
 
     async def run(self) -> None:
         """Stay connected. Ends only by AuthenticationError, or by being cancelled."""
-        retry_s = RETRY_FIRST_S
+        retry_s, timeout_s = RETRY_FIRST_S, CONNECT_TIMEOUT_FIRST_S
         self.unreachable_since = time.monotonic()
         while True:
-            heard = await self._connect_and_converse()
+            began_at = time.monotonic()
+            heard = await self._connect_and_converse(timeout_s)
+            if heard:
+                timeout_s = CONNECT_TIMEOUT_FIRST_S
+            elif time.monotonic() - began_at >= timeout_s:
+                timeout_s = min(timeout_s * 2, CONNECT_TIMEOUT_MAX_S)
             retry_s = RETRY_FIRST_S if heard else min(retry_s * 2, RETRY_MAX_S)
             await asyncio.sleep(retry_s)  # the port may not be open yet; there is no event for that
 
-    async def _connect_and_converse(self) -> bool:
+    async def _connect_and_converse(self, timeout_s: float) -> bool:
         """One connection, from beginning to end. Whether the master was heard on it."""
         host, port = self._address()
         try:
             connection = self._connection = await connect(
-                host, port, token=self._token, role="agent", tls=self._tls, timeout_s=CONNECT_TIMEOUT_S
+                host, port, token=self._token, role="agent", tls=self._tls, timeout_s=timeout_s
             )
             await self._converse(connection)
         except AuthenticationError:

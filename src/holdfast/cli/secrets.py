@@ -46,6 +46,12 @@ def _read(path: Path) -> str:
 
 
 def _own_token(path: Path) -> str:
+    if not path.exists():
+        _make_token(path)
+    return _checked(_read(path), f"the token file {path}")
+
+
+def _make_token(path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f".token-{secrets.token_hex(8)}")
@@ -60,4 +66,3 @@ def _own_token(path: Path) -> str:
             draft.unlink()
     except OSError as error:
         raise UsageError(f"cannot write the token {path}: {error.strerror}; choose another --state-dir") from error
-    return _checked(_read(path), f"the token file {path}")

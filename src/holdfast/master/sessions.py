@@ -20,6 +20,8 @@ class Session:
         self.node_id = node_id
         self.incarnation = incarnation
         self.heard_at = now
+        self.introduced = False
+        """Whether the core has taken its first words in."""
         self._outbox: asyncio.Queue[FromMaster | None] = asyncio.Queue(OUTBOX_MESSAGES_MAX)
 
     def send(self, message: FromMaster) -> None:
@@ -77,6 +79,13 @@ class Switchboard:
         """See everyone off."""
         for session in list(self._sessions.values()):
             session.finish()
+
+    def forget_introductions(self, now: float) -> None:
+        """End the connections of those who introduced themselves: they come back and do it again."""
+        for session in self._sessions.values():
+            session.heard_at = now
+            if session.introduced:
+                session.finish()
 
     def silent_since(self, heard_before: float) -> list[Session]:
         """Sessions from which nothing came since then."""

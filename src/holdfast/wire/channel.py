@@ -48,7 +48,13 @@ _OPTIONS = [
 ]
 _CLIENT_OPTIONS = [*_OPTIONS, ("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
 
+# Made once: a decoder of such unions takes a while to make, and a thousand agents may connect at once.
 _encoder = msgspec.msgpack.Encoder()
+_to_master: msgspec.msgpack.Decoder[ToMaster] = msgspec.msgpack.Decoder(ToMaster)
+_from_master: msgspec.msgpack.Decoder[FromMaster] = msgspec.msgpack.Decoder(FromMaster)
+_opening = msgspec.msgpack.Decoder(Opening)
+_challenge = msgspec.msgpack.Decoder(Challenge)
+_response = msgspec.msgpack.Decoder(Response)
 T = TypeVar("T")
 
 
@@ -74,7 +80,6 @@ class ClientConnection:
 
     def __init__(self, channel: Any, stream: Any, seal: Seal, opener: Seal) -> None:
         self._channel, self._stream, self._seal, self._opener = channel, stream, seal, opener
-        self._decoder: msgspec.msgpack.Decoder[FromMaster] = msgspec.msgpack.Decoder(FromMaster)
 
     async def send(self, message: ToMaster) -> None:
         """Send one message; raises WireError if the connection is gone."""
@@ -86,7 +91,7 @@ class ClientConnection:
     async def receive(self) -> FromMaster:
         """The next message; raises WireError if the connection is gone."""
         frame = await _read(self._stream)
-        return _decode(self._decoder, self._opener.open(frame))
+        return _decode(_from_master, self._opener.open(frame))
 
     async def close(self) -> None:
         """End the connection."""
@@ -129,7 +134,7 @@ async def _client_handshake(stream: Any, token: str, role: Role) -> tuple[Seal, 
         await stream.write(_encoder.encode(opening))
     except (grpc.RpcError, asyncio.InvalidStateError) as error:
         raise _explain(error) from error
-    challenge = _decode(msgspec.msgpack.Decoder(Challenge), await _read(stream))
+    challenge = _decode(_challenge, await _read(stream))
     keys = derive(token, nonce, challenge.nonce)
     check_proof(challenge.proof, keys.server_proof, "the master")
     await stream.write(_encoder.encode(Response(proof=keys.client_proof)))
@@ -171,7 +176,6 @@ class ServerConnection:
         self.role = role
         self.peer = peer
         self._context, self._seal, self._opener = context, seal, opener
-        self._decoder: msgspec.msgpack.Decoder[ToMaster] = msgspec.msgpack.Decoder(ToMaster)
 
     async def send(self, message: FromMaster) -> None:
         """Send one message. Not from two tasks at once: frames are numbered."""
@@ -182,7 +186,7 @@ class ServerConnection:
         frame = await self._context.read()
         if frame is grpc.aio.EOF:
             return None
-        return _decode(self._decoder, self._opener.open(frame))
+        return _decode(_to_master, self._opener.open(frame))
 
 
 Handler = Callable[[ServerConnection], Awaitable[None]]
@@ -238,12 +242,12 @@ class Server:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
     async def _handshake(self, context: Any, peer: str) -> ServerConnection:
-        opening = _decode(msgspec.msgpack.Decoder(Opening), await self._handshake_frame(context))
+        opening = _decode(_opening, await self._handshake_frame(context))
         check_opening(opening)
         nonce = new_nonce()
         keys = derive(self._token, opening.nonce, nonce)
         await context.write(_encoder.encode(Challenge(nonce=nonce, proof=keys.server_proof)))
-        response = _decode(msgspec.msgpack.Decoder(Response), await self._handshake_frame(context))
+        response = _decode(_response, await self._handshake_frame(context))
         check_proof(response.proof, keys.client_proof, f"the {opening.role}")
         return ServerConnection(context, opening.role, peer, Seal(keys.to_client), Seal(keys.to_server))
 

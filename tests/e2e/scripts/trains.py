@@ -1,4 +1,7 @@
-"""DDP over gloo, writing the ledger of steps.py, until WORK/finish is there (rank 0 looks, all agree)."""
+"""DDP over gloo, writing the ledger of steps.py, until WORK/finish is there (rank 0 looks, all agree).
+
+WORK/store-address-RANK    MASTER_ADDR as the worker found it
+"""
 
 import os
 from pathlib import Path
@@ -19,6 +22,7 @@ def note(what: str, step: int) -> None:
 
 
 note("start", 0)
+(work / f"store-address-{facts[0]}").write_text(os.environ["MASTER_ADDR"])
 dist.init_process_group("gloo")
 torch.manual_seed(0)
 model = DistributedDataParallel(torch.nn.Linear(8, 8))

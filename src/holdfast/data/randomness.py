@@ -1,0 +1,80 @@
+"""Randomness that belongs to the data, not to the process.
+
+A random augmentation must come out the same whichever worker computes it, and dropout the same whichever rank runs the
+slot; after a repeated step too. So the generators of Python, NumPy and torch are set from what is being computed:
+
+    augmentation   (seed, epoch, sample)     sample_randomness
+    dropout        (seed, step, slot)        slot_randomness
+
+and put back afterwards, so that what the surrounding program draws does not depend on it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def sample_key(seed: int, epoch: int, sample: int) -> int:
+    """A 64-bit key for all that is random about a sample in an epoch."""
+    return _key("sample", seed, epoch, sample)
+
+
+def slot_key(seed: int, step: int, slot: int) -> int:
+    """A 64-bit key for all that is random about a slot in a step."""
+    return _key("slot", seed, step, slot)
+
+
+@contextmanager
+def sample_randomness(seed: int, epoch: int, sample: int) -> Iterator[None]:
+    """In here the generators are the sample's; afterwards they are as they were."""
+    with kept_generators():
+        set_generators(sample_key(seed, epoch, sample))
+        yield
+
+
+@contextmanager
+def slot_randomness(seed: int, step: int, slot: int) -> Iterator[None]:
+    """In here the generators are the slot's, the device's included; afterwards they are as they were."""
+    with kept_generators():
+        set_generators(slot_key(seed, step, slot))
+        yield
+
+
+def set_generators(key: int) -> None:
+    """Set Python's, NumPy's and torch's global generators, and those of the device in use."""
+    random.seed(key)
+    np.random.seed(key & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(key)
+    if _device_in_use():
+        torch.cuda.manual_seed(key)
+
+
+@contextmanager
+def kept_generators() -> Iterator[None]:
+    """Whatever is drawn or set in here, the generators are as they were afterwards."""
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    device: Any = torch.cuda.get_rng_state() if _device_in_use() else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.default_generator.set_state(cpu)
+        if device is not None:
+            torch.cuda.set_rng_state(device)
+
+
+def _device_in_use() -> bool:
+    return torch.cuda.is_initialized() and not torch.cuda._is_in_bad_fork()
+
+
+def _key(kind: str, *numbers: int) -> int:
+    text = f"holdfast {kind} 1\0" + "\0".join(map(str, numbers))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
