@@ -11,14 +11,12 @@ EPILOG = "`holdfast run --help` and `holdfast master --help` show the flags of t
 
 
 def run_app(arguments: list[str]) -> int:
-    """Parse and run; returns the exit code."""
+    """Parse and run; returns the exit code. What is wrong with a command line, typer says itself."""
     try:
-        result = build_app()(args=arguments, prog_name="holdfast", standalone_mode=False)
-    except typer.Exit as exit_request:
-        return int(exit_request.exit_code)
-    except Exception as error:  # click's own errors are sentences already; anything else is a bug and raises
-        return _explain(error)
-    return int(result or 0)
+        build_app()(args=arguments, prog_name="holdfast")
+    except SystemExit as exit_request:
+        return int(exit_request.code or 0)
+    return 0
 
 
 def build_app() -> typer.Typer:
@@ -46,13 +44,3 @@ def build_app() -> typer.Typer:
 def _elsewhere() -> None:
     """Handled before this point; listed for --help."""
 
-
-def _explain(error: Exception) -> int:
-    import click
-
-    if isinstance(error, click.exceptions.ClickException):
-        error.show()
-        return error.exit_code
-    if isinstance(error, click.exceptions.Abort):
-        return 130
-    raise error

@@ -7,6 +7,7 @@ import asyncio
 import os
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import structlog
 
@@ -139,9 +140,14 @@ def _settings(options: argparse.Namespace) -> Settings:
     )
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"holdfast master: {message}; holdfast master --help lists the flags")
+
+
 def _parser() -> argparse.ArgumentParser:
     defaults = Settings()
-    parser = argparse.ArgumentParser(prog="holdfast master", description="Run a job's master alone.")
+    parser = _Parser(prog="holdfast master", description="Run a job's master alone.")
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="address to listen on; other than loopback needs a token")
     add("--port", type=int, default=29400, help="port to listen on, 0 for any free one")
