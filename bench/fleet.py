@@ -102,6 +102,10 @@ class Fleet:
         self._agents: list[FakeAgent] = []
         self._hired = 0
 
+    async def ready(self) -> float:
+        """Everything is imported; what comes next may be measured."""
+        return time.time()
+
     async def join(self) -> float:
         """All connect at once; when the last one was given its place in a view."""
         self._hire(self._plan.agents)

@@ -2,9 +2,10 @@
 
     cold      from the launcher's start to the first optimizer step done on all ranks
     worker    from `kill -9` of one worker, at random, to the first new step on all ranks
-    node      two launchers on loopback (--nnodes 1:2); from the death of all processes of the one that does not host
-              the rendezvous, to the first new step of the survivor
+    node      two nodes on loopback (--nnodes 1:2); from the death of all processes of the one that does not host the
+              rendezvous, to the first new step of the survivor
     host      the same, for the one that does host it: Holdfast's master, torchrun's store
+    agent     the same, but only the launcher's own process dies on the host, and what dies with it
 
 A new step is one of a process that did not live before the kill. Times are the script's own (its diary), so how
 often this program looks does not enter. torchrun is run twice, as it comes and with
@@ -21,6 +22,7 @@ import os
 import random
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -81,9 +83,9 @@ class Scene:
             "TMPDIR": str(directory),
         }
 
-    def start(self, *flags: str, node: str = "0") -> None:
+    def start(self, *flags: str, node: str = "0") -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", *self.launcher.module, "--max-restarts", "3", *flags, str(SCRIPT)]
-        self.run.start(command, self._environment, node)
+        return self.run.start(command, self._environment, node)
 
     def wait_for(self, reached: Callable[[], float | None], limit_s: float) -> float | None:
         """When it was reached; None if the job ended or the limit passed before."""
@@ -137,12 +139,15 @@ def two_nodes(scene: Scene, measure: str) -> Iterator[Sample]:
     endpoint = f"127.0.0.1:{free_port()}"
     flags = ("--nnodes", "1:2", "--nproc-per-node", "1", "--local-addr", "127.0.0.1")
     rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "bench")
-    scene.start(*flags, *rendezvous, node="host")
+    host = scene.start(*flags, *rendezvous, node="host")
     wait_until_listening(endpoint)
     scene.start(*flags, *rendezvous, node="node")
     warm_up(scene, world=2)
     old_pids, killed_at = scene.diary.pids, time.time()
-    scene.run.kill_node(measure)
+    if measure == "agent":
+        os.kill(host.pid, signal.SIGKILL)
+    else:
+        scene.run.kill_node(measure)
     seconds, why = scene.recovered(old_pids, killed_at, 1, NODE_LIMIT_S)
     yield Sample(measure, scene.launcher.name, seconds, why)
 
@@ -199,12 +204,14 @@ def wait_until_listening(endpoint: str) -> None:
 def measure_all(options: argparse.Namespace) -> Iterator[Sample]:
     peers = PEERS[options.peer]
     wanted = options.only
+    for launcher in [HOLDFAST, *peers] * options.rehearsals:
+        list(in_scene(launcher, lambda scene: one_node(scene, kill=False)))
     if wanted in (None, "cold", "worker"):
         for launcher in [HOLDFAST, *peers] * options.repetitions:
             yield from in_scene(launcher, lambda scene: one_node(scene, kill=wanted != "cold"))
     if wanted in (None, "node"):
         for launcher in [HOLDFAST, *peers[-1:]] * options.node_repetitions:
-            for measure in ("node", "host"):
+            for measure in ("node", "host", "agent"):
                 yield from in_scene(launcher, lambda scene, measure=measure: two_nodes(scene, measure))
 
 
@@ -227,6 +234,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--repetitions", type=int, default=5, help="of the cold start and the worker's death")
     parser.add_argument("--node-repetitions", type=int, default=2, help="of each node's death: torchrun takes a minute")
+    parser.add_argument("--rehearsals", type=int, default=1, help="cold starts before anything is measured")
     parser.add_argument("--only", choices=["cold", "worker", "node"], help="`worker` has a cold start too")
     parser.add_argument("--peer", choices=list(PEERS), default="all", help="torchrun's kinds of store to compare with")
     parser.add_argument("--seed", type=int, default=0, help="of the victims and the moments")

@@ -33,8 +33,9 @@ def table(samples: Iterable[Sample], reference: str) -> list[str]:
     groups: dict[tuple[str, str], list[Sample]] = {}
     for sample in samples:
         groups.setdefault((sample.measure, sample.launcher), []).append(sample)
-    rows = [_row(groups, measure, launcher, reference) for measure, launcher in sorted(groups)]
-    return markdown(HEADER, rows)
+    measures = list(dict.fromkeys(measure for measure, _ in groups))
+    in_order = sorted(groups, key=lambda group: measures.index(group[0]))
+    return markdown(HEADER, [_row(groups, measure, launcher, reference) for measure, launcher in in_order])
 
 
 def _row(groups: dict[tuple[str, str], list[Sample]], measure: str, launcher: str, reference: str) -> tuple[str, ...]:

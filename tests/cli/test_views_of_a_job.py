@@ -224,7 +224,7 @@ def test_logs_before_the_first_view(tmp_path: Path) -> None:
 
 def test_failures_come_from_the_journal_the_cause_first_and_collateral_folded(tmp_path: Path) -> None:
     job = running(tmp_path)
-    tail = ("loading", "ValueError: boom")
+    tail = ("loading", "[rank1]: ValueError: boom")
     job.do(job.failed("a", 0, **COLLATERAL), job.failed("a", 1, log_tail=tail, log_file="/gone/stderr.log", **BOOM))
     job.close()
     text = said("logs", "--failed")

@@ -21,6 +21,7 @@ from core.world import World
 from holdfast.core import events as e
 from holdfast.core import orders as o
 from holdfast.core.conclude import next_deadline
+from holdfast.core.decide import decide
 from holdfast.core.faults import NotStarted
 from holdfast.core.state import Gathering
 
@@ -152,10 +153,14 @@ class Fleet:
         return [i for i, (agent, _) in enumerate(self.mail) if agent.reachable or not agent.alive]
 
     def deliver(self, index: int, *, again: bool = False) -> None:
-        _, event = self.mail[index]
-        if not again or isinstance(event, e.StoreOffered):
+        agent, event = self.mail[index]
+        offer = isinstance(event, e.StoreOffered)
+        if not again or offer:
             del self.mail[index]
+        if self.world.job.live(agent.node_id, agent.life) is None:
+            assert decide(self.world.job, event, self.world.now) == [], "a life that is over was heard"
         self.take_in(event)
+        assert offer or decide(self.world.job, event, self.world.now) == [], "to be told twice makes a difference"
 
     def workers_fail(self, agent: Agent, local_rank: int, *, collateral: bool) -> None:
         assert agent.serve is not None

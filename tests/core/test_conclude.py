@@ -108,10 +108,10 @@ def test_gathering_is_given_up_when_no_store_is_ever_offered() -> None:
 def test_a_view_is_not_formed_while_a_verdict_is_out() -> None:
     world = World(nodes=(1, 2))
     world.do(world.hello("a"), world.broke("a"))
-    world.do(world.hello("b"))
+    world.do(world.hello("b"), world.hello("c"))
     assert world.wait(0.29) == []
-    world.wait(1.0)
-    assert world.members == ["b"]
+    world.wait(0.02)
+    assert world.members == ["b", "c"]
 
 
 def test_the_time_out_does_not_cut_short_a_verdict() -> None:
@@ -120,6 +120,7 @@ def test_the_time_out_does_not_cut_short_a_verdict() -> None:
     world.wait(59.9)
     world.do(world.hello("b"), world.broke("b"))
     world.wait(0.2)
+    assert world.do().records == []
     world.do(world.hello("b"))
     assert world.serving
 
@@ -467,6 +468,13 @@ def test_one_node_of_two_is_told_to_go() -> None:
     assert only(world.start_all(), r.IncidentClosed).kind == "planned"
     assert tags(world.do(world.gone("a")).records) == ["node-left"]
     assert world.serving
+
+
+def test_the_errors_that_a_leaving_node_causes_do_not_make_it_an_accident() -> None:
+    world = World(nodes=(1, 2)).run("a", "b")
+    world.do(world.failed("a", collateral=True), world.leaving("b"))
+    closed = only(world.start_all(), r.IncidentClosed)
+    assert (closed.kind, closed.cause, closed.collateral) == ("planned", "node b is leaving: told to stop", 1)
 
 
 def test_the_only_node_is_told_to_go() -> None:

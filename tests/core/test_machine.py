@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from itertools import pairwise
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -244,11 +245,13 @@ def assert_stable(before: View, after: View) -> None:
 
 
 TestMachine = Machine.TestCase
+TestMachine.pytestmark = pytest.mark.timeout(900)  # when it fails, finding the shortest story takes longer than running
 TestMachine.settings = settings(
     max_examples=EXAMPLES or 400,
     derandomize=not EXAMPLES,
     stateful_step_count=40,
     deadline=None,
     database=None,
+    report_multiple_bugs=False,
     suppress_health_check=list(HealthCheck),
 )

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from e2e.jobs import (
+    DEADLINE_S,
+    SCRIPTS,
     SPAWN,
     STEPS,
     AgentProcess,
     Place,
+    agent_environment,
     free_port,
     is_alive,
     kill9,
@@ -29,7 +34,8 @@ class Fleet(Place):
 
     def __init__(self, directory: Path, nnodes: str, *flags: str) -> None:
         super().__init__(directory)
-        self._flags = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "fleet")
+        self.port = free_port()
+        self._flags = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-id", "fleet")
         self._flags += ("--nnodes", nnodes, *flags)
 
     def join(self, name: str, *flags: str, env: dict[str, str] | None = None) -> AgentProcess:
@@ -37,17 +43,20 @@ class Fleet(Place):
         return self.start("--node-id", name, *self._flags, *flags, *SPAWN, STEPS, env=env or {})
 
     def wait_for_members(self, *names: str) -> dict[str, int]:
-        """Group ranks by node, once the newest view has these nodes and all of their workers run and step."""
+        """Group ranks by node, once the newest view has these nodes and all of their workers run and make steps."""
+        seen: dict[int, int] = {}
 
         def current() -> dict[str, int]:
             formed = self.journal.of(ViewFormed)
             members = {m.node_id: m.group_rank for m in formed[-1].view.members} if formed else {}
-            running = len(self.journal.pids()) == formed[-1].view.world_size if formed else False
-            return members if running and members.keys() == set(names) else {}
+            pids = self.journal.pids()
+            if members.keys() != set(names) or len(pids) < formed[-1].view.world_size:
+                return {}
+            for pid in pids.values():
+                seen.setdefault(pid, self.steps_of(pid))
+            return members if all(self.steps_of(pid) > seen[pid] for pid in pids.values()) else {}
 
-        ranks = wait_for(current, what=f"a view of {names}")
-        self.wait_for_steps(*self.journal.pids().values(), more=1)
-        return ranks
+        return wait_for(current, what=f"a view of {names}")
 
     def wait_for_node(self, name: str) -> None:
         self.journal.wait_for(NodeJoined, lambda joined: joined.node_id == name)
@@ -103,7 +112,8 @@ def test_a_job_does_not_start_below_its_minimum(tmp_path: Path) -> None:
 
 
 def test_a_wait_for_nodes_that_runs_out_has_an_exit_code_of_its_own(tmp_path: Path) -> None:
-    fleet = Fleet(tmp_path, "3", "--rdzv-conf", "join_timeout=2")
+    times = ("--rdzv-conf", "join_timeout=2", "--silence-timeout", "2", "--heartbeat-interval", "0.5")
+    fleet = Fleet(tmp_path, "3", *times)
     agents = [fleet.join("first"), fleet.join("second")]
     assert ends(*agents) == [3, 3]
     end = fleet.journal.finished()
@@ -273,7 +283,9 @@ def test_an_id_belongs_to_one_life_and_to_the_next_one_when_it_is_dead(tmp_path:
     assert "alive and connected" in refused.stderr
     assert fleet.journal.pids() == pids
     fleet.wait_for_steps(*pids.values())
+    victims = fleet.pids_of("twin")
     first.kill()
+    wait_until_gone(*victims)
     second = fleet.join("twin")
     fleet.wait_for_members("host", "twin")
     fleet.finish()
@@ -313,6 +325,21 @@ def test_an_agent_without_the_token_is_refused_and_changes_nothing(tmp_path: Pat
     assert fleet.journal.records() == before
     fleet.finish()
     assert host.wait() == 0
+
+
+def test_strangers_on_the_masters_port_change_nothing(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, "1:2", "--settle", "0.1")
+    host = fleet.join("host")
+    fleet.wait_for_members("host")
+    before, master = fleet.journal.records(), host.master_pid()
+    stranger = [sys.executable, str(SCRIPTS / "stranger.py"), str(fleet.port)]
+    subprocess.run(stranger, check=True, timeout=DEADLINE_S, env=agent_environment(fleet.state_dir))
+    assert fleet.journal.records() == before
+    other = fleet.join("other")  # nor is the door blocked for others
+    fleet.wait_for_members("host", "other")
+    assert host.master_pid() == master
+    fleet.finish()
+    assert ends(host, other) == [0, 0]
 
 
 def test_agents_that_start_together_agree_on_one_master(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from e2e.hosts import LINK, MASTER, Host, Network, hosts, reset_between, why_not
+from e2e.hosts import LINK, MASTER, Host, Network, cut_between, hosts, reset_between, why_not
 from e2e.jobs import SCRIPTS, SPAWN, STEPS, AgentProcess, Journal, Place, wait_for, wait_until_gone
 from holdfast.core.records import (
     GatheringBegan,
@@ -52,7 +52,7 @@ class Cluster(Place):
     def __init__(self, directory: Path, net: Network, *flags: str) -> None:
         super().__init__(directory)
         self.net, self.flags = net, flags
-        self.journal = Journal(self.state_of(net[0]))
+        self.journal = Journal(self.state_of(net[0]), "job")
 
     def state_of(self, host: Host) -> Path:
         return self.directory / host.namespace / "state"
@@ -65,6 +65,13 @@ class Cluster(Place):
         words = (*meet, *LINE, *self.flags, "--node-id", node_id, *flags, *program)
         env = {"WORK": str(self.work), "GLOO_SOCKET_IFNAME": LINK} | ({"HOLDFAST_TOKEN": token} if token else {})
         return host.start_agent(words, state_dir=self.state_of(host), env=env)
+
+    def start_master(self, *flags: str, token: str = TOKEN, job_id: str = "job") -> AgentProcess:
+        """A master by itself, on the first host."""
+        host = self.net[0]
+        words = ("--host", host.address, "--port", str(PORT), "--job-id", job_id, *LINE, *self.flags, *flags)
+        env = {"HOLDFAST_TOKEN": token}
+        return host.start_agent(words, state_dir=self.state_of(host), env=env, command=MASTER)
 
     def start_all(self, names: str, **choices: Any) -> list[AgentProcess]:
         """A node a letter, on the hosts in their order."""
@@ -140,19 +147,12 @@ def test_ddp_trains_across_two_hosts_which_listen_on_their_named_addresses_only(
 @three_hosts
 def test_a_lone_master_is_killed_and_resumed_and_no_worker_restarts(tmp_path: Path, net: Network) -> None:
     job = Cluster(tmp_path, net, "--nnodes", "2", *BEAR_SILENCE)
-
-    def start_master(*flags: str) -> AgentProcess:
-        words = ("--host", net[0].address, "--port", str(PORT), "--job-id", "job", "--nnodes", "2", *LINE)
-        env = {"HOLDFAST_TOKEN": TOKEN}
-        state_dir = job.state_of(net[0])
-        return net[0].start_agent((*words, *BEAR_SILENCE, *flags), state_dir=state_dir, env=env, command=MASTER)
-
-    first = start_master()
+    first = job.start_master()
     agents = [job.start_on(host, name) for host, name in zip(net.hosts[1:], "ab", strict=True)]
     pids = job.wait_for_view(1, "ab")
     first.kill()
     job.wait_for_steps(*flat(pids))
-    second = start_master("--resume")
+    second = job.start_master("--resume")
     wait_for(lambda: job.journal.term() == 2, what="the second term")
     job.assert_finishes(*agents)
     assert second.wait() == 0
@@ -188,6 +188,23 @@ def test_a_node_behind_a_silent_cut_is_lost_and_comes_back_as_a_new_life(tmp_pat
     assert [lost.node_id for lost in job.journal.of(NodeLost)] == ["c"]
     assert "coming back as a new life" in agents[2].stderr
     assert job.journal.job().restarts_used == 0
+
+
+@pytest.mark.parametrize("deaf", ["master", "agent"])
+@three_hosts
+def test_a_cut_in_one_direction_is_a_cut(tmp_path: Path, net: Network, deaf: str) -> None:
+    job = Cluster(tmp_path, net, "--nnodes", "2:3", *NOTICE_SILENCE, *GUARD_FOR_LONG)
+    agents = job.start_all("abc")
+    first = job.wait_for_view(1, "abc")
+    cut_between(*((net[2], net[0]) if deaf == "master" else (net[0], net[2])))
+    assert job.journal.wait_for(NodeLost).node_id == "c"
+    job.wait_for_view(2, "ab")
+    job.wait_for_steps(*first["c"])
+    net[2].heal()
+    job.wait_for_view(3, "abc")
+    wait_until_gone(*first["c"])
+    assert len(set(job.lives("c"))) == 2
+    job.assert_finishes(*agents)
 
 
 @two_hosts
@@ -261,21 +278,23 @@ def test_workers_train_on_while_the_masters_host_is_cut_off_and_the_job_goes_on_
 def test_the_id_of_a_node_behind_a_cut_is_guarded_for_a_while_and_its_old_life_then_refused(
     tmp_path: Path, net: Network
 ) -> None:
-    job = Cluster(tmp_path, net, "--nnodes", "2:3", *NOTICE_SILENCE, "--guard-window", "7")
+    job = Cluster(tmp_path, net, "--nnodes", "2:3", *NOTICE_SILENCE, "--guard-window", "4")
+    not_yet = reset_between(net[3], net[0])
+    successor = job.start_on(net[3], "c")  # knocks, and will be heard at once when the door is open
     agents = job.start_all("abc")
     first = job.wait_for_view(1, "abc")
+    wait_for(not_yet.packets, what="the successor")
     net[2].cut()
     job.journal.wait_for(NodeLost)
-    second = job.wait_for_view(2, "ab")
-
-    successor = job.start_on(net[3], "c")
+    net.remove(not_yet)
     wait_for(lambda: "not taken in yet" in successor.stderr, what="the guard of the id")
+    assert len(job.lives("c")) == 1
+    second = job.wait_for_view(2, "ab")
     assert "node c fell silent and may still be alive" in successor.stderr
     assert f"on {net[2].namespace}): it can be had in " in successor.stderr
-    assert len(job.lives("c")) == 1
-    assert job.started(2) == second
 
     third = job.wait_for_view(3, "abc")
+    wait_until_gone(*flat(second))
     assert len(set(job.lives("c"))) == 2
     assert job.journal.of(NodeJoined)[-1].info.address == net[3].address
     job.wait_for_steps(*first["c"])  # it still knows nothing
@@ -326,6 +345,24 @@ def test_the_job_goes_on_without_a_host_that_died(tmp_path: Path, net: Network, 
 
 
 # --- strangers
+
+
+@three_hosts
+def test_a_stranger_at_the_address_of_a_dead_master_does_not_end_anything(tmp_path: Path, net: Network) -> None:
+    job = Cluster(tmp_path, net, "--nnodes", "2", *BEAR_SILENCE)
+    master = job.start_master()
+    agents = [job.start_on(host, name) for host, name in zip(net.hosts[1:], "ab", strict=True)]
+    pids = job.wait_for_view(1, "ab")
+    master.kill()
+    stranger = job.start_master(token="the token of quite another job", job_id="other")
+    for host in net.hosts[1:]:
+        wait_for(lambda host=host: f"turned {host.address}:" in stranger.stderr, what="an agent turned away")
+    stranger.kill()
+    job.wait_for_steps(*flat(pids))
+    assert all(agent.is_running for agent in agents)
+    master = job.start_master("--resume")
+    job.assert_finishes(*agents, master)
+    job.assert_undisturbed(pids)
 
 
 @three_hosts

@@ -104,6 +104,12 @@ def test_a_file_that_is_no_journal_is_refused(tmp_path):
         read_entries(tmp_path / "nowhere.sqlite")
 
 
+def test_a_journal_that_is_just_being_made_is_empty(tmp_path):
+    path = tmp_path / "journal.sqlite"
+    sqlite3.connect(path).close()
+    assert read_entries(path) == []
+
+
 def test_a_journal_of_another_format_is_refused(tmp_path):
     path = tmp_path / "journal.sqlite"
     write(path, terms(1, 1))

@@ -54,6 +54,13 @@ def test_a_running_job_is_newer_though_only_its_write_ahead_log_grows(tmp_path: 
     running.close()
 
 
+def test_looking_at_an_old_job_does_not_make_it_the_newest(tmp_path: Path) -> None:
+    old, new = JobOnDisk(tmp_path, "old").close(), JobOnDisk(tmp_path, "new").close()
+    age(old, 1_000), age(new, 2_000)
+    assert old.entries()
+    assert find_journal(tmp_path, None) == new.path
+
+
 def test_a_job_is_found_by_its_id_and_by_the_beginning_of_it(tmp_path: Path) -> None:
     made(tmp_path, "train-1", "evaluate")
     assert find_journal(tmp_path, "train-1").parent.name == "train-1"

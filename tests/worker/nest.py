@@ -12,10 +12,13 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import holdfast
 from holdfast.agent.launcher import Child, Launcher
 from holdfast.wire.local import Mode, ScriptKind
 
 DEADLINE_S = 20.0
+# Absolute, because workers run in directories of their own.
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(holdfast.__file__).parents[1])}
 T = TypeVar("T")
 
 
@@ -28,9 +31,10 @@ class Result(NamedTuple):
 
 
 class Nest:
-    """One launcher and the loop it lives in, for synchronous tests."""
+    """One launcher and the loop it lives in, for synchronous tests. At its end nothing may be left of it."""
 
-    def __init__(self, mode: Mode, preload: Sequence[str] = (), env: Mapping[str, str] | None = None) -> None:
+    def __init__(self, mode: Mode, preload: Sequence[str] = (), env: Mapping[str, str] = ENVIRONMENT) -> None:
+        self._others = children()
         self._runner = asyncio.Runner()
         self.launcher = self.do(Launcher.start(mode, preload, env))
 
@@ -40,6 +44,13 @@ class Nest:
     def __exit__(self, *_: object) -> None:
         self.do(self.launcher.close())
         self._runner.close()
+        eventually(self._nothing_left, "all that this test has started is gone")
+
+    def _nothing_left(self) -> bool:
+        """Orphans that this process has inherited are reaped, but not killed."""
+        for pid in children() - self._others:
+            os.waitpid(pid, os.WNOHANG)
+        return children() <= self._others
 
     def do(self, work: Coroutine[Any, Any, T]) -> T:
         return self._runner.run(work)
@@ -60,11 +71,11 @@ class Nest:
         output: Output,
         *,
         kind: ScriptKind | None = "script",
-        env: Mapping[str, str] | None = None,
+        env: Mapping[str, str] = ENVIRONMENT,
         numa_binding: str = "",
     ) -> Child:
         common: dict[str, Any] = {
-            "env": os.environ if env is None else env,
+            "env": env,
             "cwd": str(directory),
             "stdout": output.stdout.fileno(),
             "stderr": output.stderr.fileno(),
@@ -99,10 +110,9 @@ class Output:
         return first, second
 
 
-def run_python(arguments: Sequence[str], directory: Path, env: Mapping[str, str] | None = None) -> Result:
+def run_python(arguments: Sequence[str], directory: Path, env: Mapping[str, str] = ENVIRONMENT) -> Result:
     """The real thing."""
     command = [sys.executable, "-u", *arguments]
-    env = os.environ if env is None else env  # what C code has added to our own does not count
     with Output(directory) as output:
         ended = subprocess.run(command, cwd=directory, env=env, stdout=output.stdout, stderr=output.stderr, check=False)
         return Result(ended.returncode, *output.read())

@@ -18,6 +18,7 @@ from holdfast.agent.server_process import command
 from holdfast.errors import LaunchError
 from holdfast.wire.local import Mode
 from worker.nest import (
+    ENVIRONMENT,
     Nest,
     Output,
     Result,
@@ -77,10 +78,6 @@ def nest() -> Iterator[Nest]:
         yield nest
 
 
-def environment(**given: str) -> dict[str, str]:
-    return {**os.environ, **given}
-
-
 def test_a_warm_server_is_ready_without_problems_and_with_one_thread(nest: Nest) -> None:
     ready = nest.do(nest.launcher.ready())
     assert (ready.mode, ready.problems) == ("warm", ())
@@ -134,9 +131,13 @@ def test_two_workers_take_their_first_ddp_step_on_a_kept_store(nest: Nest, tmp_p
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
         await nest.launcher.open_store(1, "127.0.0.1", listener)
-        shared = environment(
-            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="2", TORCHELASTIC_USE_AGENT_STORE="True"
-        )
+        shared = {
+            **ENVIRONMENT,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": "2",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
         workers = [nest.run_async(["script.py"], tmp_path, env={**shared, "RANK": str(rank)}) for rank in range(2)]
         results = await asyncio.gather(*workers)
         await nest.launcher.close_store(1)
@@ -160,7 +161,7 @@ def test_the_server_ignores_what_a_terminal_or_an_operator_sends(nest: Nest, tmp
 def test_the_server_ends_with_its_socket(mode: Mode) -> None:
     ours, theirs = socket.socketpair()
     with theirs:
-        server = subprocess.Popen(command(theirs.fileno(), mode, []), pass_fds=[theirs.fileno()])
+        server = subprocess.Popen(command(theirs.fileno(), mode, []), env=ENVIRONMENT, pass_fds=[theirs.fileno()])
     with ours:
         assert b"ready" in ours.recv(1000)
         assert server.poll() is None
@@ -171,13 +172,13 @@ def test_it_does_not_even_start_under_another_parent() -> None:
     arguments = command(0, "cold", [])
     position = arguments.index("--agent-pid") + 1
     arguments[position] = "1"
-    assert subprocess.run(arguments, check=False).returncode == 75
+    assert subprocess.run(arguments, env=ENVIRONMENT, check=False).returncode == 75
 
 
 def without_torch(directory: Path) -> dict[str, str]:
     """An environment in which preloading takes no time, because torch cannot be imported."""
     write(directory / "torch" / "__init__.py", "raise ImportError('no torch for you')")
-    return environment(PYTHONPATH=f"{os.environ['PYTHONPATH']}:{directory}")
+    return {**ENVIRONMENT, "PYTHONPATH": f"{ENVIRONMENT['PYTHONPATH']}:{directory}"}
 
 
 def test_where_torch_is_missing_workers_start_cold_and_it_is_said(tmp_path: Path) -> None:
@@ -222,29 +223,33 @@ def test_a_module_that_starts_threads_makes_forking_impossible_and_is_named(tmp_
 
 def test_numpy_leaves_no_threads_in_the_server_whatever_the_environment_says(tmp_path: Path) -> None:
     write(tmp_path / "script.py", "import numpy, os\nprint(os.environ.get('OPENBLAS_NUM_THREADS'))")
-    given = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
+    given = {name: value for name, value in ENVIRONMENT.items() if not name.endswith("_NUM_THREADS")}
     with Nest("warm", [], given) as nest:
         assert nest.run(["script.py"], tmp_path, env=given) == Result(0, "None\n", "")
 
 
+def start_agent(code: str, directory: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", code]
+    return subprocess.Popen(command, cwd=directory, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+
+
 def test_nothing_outlives_an_agent_that_is_killed(tmp_path: Path) -> None:
     write(tmp_path / "sleeper.py", SLEEPER)
-    with subprocess.Popen([sys.executable, "-c", AGENT], cwd=tmp_path, stdout=subprocess.PIPE) as agent:
+    with start_agent(AGENT, tmp_path) as agent:
         assert agent.stdout is not None
         [pids] = lines_of_json(Result(0, agent.stdout.readline().decode(), ""))
         assert all(map(is_running, pids)) and len(pids) == 3
         agent.kill()
+    eventually(lambda: not any(map(is_running, pids)), "all three are gone")
     for pid in pids:
-        eventually(lambda pid=pid: not is_running(pid), f"process {pid} is gone")
         reap_if_inherited(pid)
 
 
 def test_an_agent_killed_while_workers_are_being_born_leaves_none(tmp_path: Path) -> None:
     """Wherever a birth is cut off, the newborn notices that its parent is not the agent."""
     write(tmp_path / "sleeper.py", "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(1000)")
-    agent_of_many = [sys.executable, "-c", AGENT_OF_MANY]
     before = children()
-    with subprocess.Popen(agent_of_many, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as agent:
+    with start_agent(AGENT_OF_MANY, tmp_path) as agent:
         assert agent.stdout is not None
         for _ in range(4):
             agent.stdout.readline()
@@ -275,7 +280,7 @@ def test_workers_hold_no_pipe_of_each_other(nest: Nest, tmp_path: Path) -> None:
                 nest.launcher.start_python(
                     ["script.py"],
                     kind="script",
-                    env=os.environ,
+                    env=ENVIRONMENT,
                     cwd=str(tmp_path),
                     stdout=writing,
                     stderr=writing,

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from worker.nest import Nest, Result, lines_of_json, run_python, write
+from worker.nest import ENVIRONMENT, Nest, Result, lines_of_json, run_python, write
 
 PROBE = """
 import gc, io, json, multiprocessing.process, os, signal, sys, threading
@@ -211,7 +211,7 @@ def test_libraries_use_as_many_threads_as_the_worker_was_given(
 def error_file_of(nest: Nest, directory: Path, script: str) -> Any:
     write(directory / "script.py", script)
     path = directory / "error.json"
-    nest.run(["script.py"], directory, env={**os.environ, "TORCHELASTIC_ERROR_FILE": str(path)})
+    nest.run(["script.py"], directory, env={**ENVIRONMENT, "TORCHELASTIC_ERROR_FILE": str(path)})
     assert list(directory.glob("*.tmp")) == []
     return json.loads(path.read_text()) if path.exists() else None
 

@@ -329,7 +329,7 @@ class Agent:
     async def _look_after_master(self) -> None:
         """While the master is away: say so, take it over if it can be had, give up if it never was there."""
         said_at = 0.0
-        while True:
+        while not self._over:
             await asyncio.sleep(TAKE_OVER_AFTER_S)  # nothing waits for this; it only notices a long absence
             since = self._uplink.unreachable_since
             away_s = time.monotonic() - since if since is not None else 0.0

@@ -53,8 +53,8 @@ class Nursery:
 
     @property
     def server_pid(self) -> int:
-        """0 before the first one."""
-        return 0 if self._server is None else self._server.child.pid
+        """0 while there is none."""
+        return 0 if self._server is None or self._server.child.ended else self._server.child.pid
 
     async def ready(self) -> Ready:
         server = await asyncio.shield(self._serving)
@@ -114,7 +114,7 @@ class Nursery:
                     raise LaunchError(report.reason)
                 if isinstance(report, Started):
                     return self._hand_over(request.request_id)
-            raise LaunchError(f"a process died {LAUNCH_ATTEMPTS_MAX} times before it could run: killed, or out of memory")
+            raise LaunchError(f"a process died {LAUNCH_ATTEMPTS_MAX} times before it could run: out of memory?")
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)

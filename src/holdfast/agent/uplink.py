@@ -101,7 +101,7 @@ class Uplink:
         await self._drained.wait()
 
     async def run(self) -> None:
-        """Stay connected. Ends only by AuthenticationError, or by being cancelled."""
+        """Stay connected. Ends only by AuthenticationError before any master was followed, or by being cancelled."""
         retry_s, timeout_s = RETRY_FIRST_S, CONNECT_TIMEOUT_FIRST_S
         self.unreachable_since = time.monotonic()
         while True:
@@ -122,9 +122,9 @@ class Uplink:
                 host, port, token=self._token, role="agent", tls=self._tls, timeout_s=timeout_s
             )
             await self._converse(connection)
-        except AuthenticationError:
-            raise
         except WireError as error:
+            if isinstance(error, AuthenticationError) and not self.term:
+                raise  # with the wrong token this node cannot take part; one that does must not end for a stranger
             self.trouble = f"{host}:{port}: {error}"
             log.debug(f"no connection to the master: {self.trouble}")
         finally:

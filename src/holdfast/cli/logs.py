@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from contextlib import aclosing
 from typing import Annotated
@@ -32,6 +33,7 @@ from holdfast.observe.source import Source, read
 from holdfast.observe.words import moment, plain
 
 BOTH: tuple[Stream, ...] = ("stdout", "stderr")
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # torch's, before each line of a traceback
 
 
 class LogLine(msgspec.Struct, frozen=True):
@@ -147,6 +149,6 @@ def _failure(failure: Failure) -> list[str]:
     lines = [describe(failure), *(f"  {name}: {value}" for name, value in facts if value)]
     traceback = failure.traceback.rstrip().splitlines()
     lines += [f"    {line}" for line in traceback]
-    if rest := [line for line in failure.log_tail if line not in traceback]:
+    if rest := [line for line in failure.log_tail if _RANK_PREFIX.sub("", line) not in traceback]:
         lines += ["  last lines of its log:", *(f"    {line}" for line in rest)]
     return lines

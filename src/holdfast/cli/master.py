@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -99,7 +100,8 @@ def _look_at_earlier(path: Path, settings: Settings) -> None:
 def _announce(options: argparse.Namespace, port: int) -> None:
     log.info(f"listening on {options.host}:{port}")
     if options.ready_fd >= 0:
-        os.write(options.ready_fd, f"{port}\n".encode())
+        with contextlib.suppress(BrokenPipeError):  # the agent died meanwhile: other agents may need this master
+            os.write(options.ready_fd, f"{port}\n".encode())
         os.close(options.ready_fd)
 
 

@@ -44,7 +44,7 @@ def planned_chain(plan: Plan, first_step: int, end_step: int, start: bytes = STA
 
 
 def first_difference(mine: Sequence[bytes], others: Sequence[bytes]) -> int | None:
-    """The index of the first link that differs, by bisection; None if the shorter chain is the longer one's beginning."""
+    """The index of the first link that differs, by bisection; None if one chain is the other's beginning."""
     low, high = 0, min(len(mine), len(others))
     while low < high:
         middle = (low + high) // 2

@@ -8,9 +8,9 @@ A shuffled epoch is a permutation of 0 … size − 1. Writing it down costs mem
    whole is a bijection of the domain. f is a 64-bit multiply-and-shift mixer of which the upper h bits are kept.
 2. **Cycle-walking.** A result outside the dataset is permuted again until it falls inside. Following the cycles of a
    bijection from a point inside, the first point inside is again a bijection, now of exactly 0 … size − 1: no padding,
-   no dropping. The domain is less than four times the size, so fewer than four walks are expected.
-3. **Keys.** The round keys of an epoch are a BLAKE2b hash of (seed, epoch, purpose). Equal on every machine and in every
-   version: tests hold golden values.
+   no dropping. The domain is less than four times the size (64 at least), so fewer than four walks are expected.
+3. **Keys.** The round keys of an epoch are a BLAKE2b hash of (seed, epoch, purpose). Equal on every machine and in
+   every version: tests hold golden values.
 
 It is a shuffle, not a cipher: nobody should keep secrets with it.
 
@@ -35,7 +35,9 @@ Indices = NDArray[np.int64]
 Words = NDArray[np.uint64]
 
 ROUNDS = 8
-"""Six are the least for large domains; eight make small ones (a dozen samples) pass the tests of uniformity too."""
+"""Six are the least for large domains; with eight, small ones (a dozen samples) pass the tests of uniformity too."""
+HALF_BITS_MIN = 3
+"""With halves of one or two bits there are too few round functions: some permutations of five come up too often."""
 SIZE_MAX = 2**62
 """Positions within an epoch, doubled by the domain's rounding up, must fit 64 bits."""
 KEYS_CACHED_MAX = 64
@@ -56,14 +58,14 @@ def round_keys(seed: int, epoch: int, purpose: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Permutation:
-    """A keyed bijection of 0 … size − 1. A tweak gives each element a permutation of its own family member."""
+    """A keyed bijection of 0 … size − 1. A tweak selects another bijection, element by element."""
 
     size: int
     keys: tuple[int, ...]
 
     @cached_property
     def half_bits(self) -> int:
-        return max(1, ((self.size - 1).bit_length() + 1) // 2)
+        return max(HALF_BITS_MIN, ((self.size - 1).bit_length() + 1) // 2)
 
     def apply(self, values: Indices, tweak: Indices | None = None) -> Indices:
         """The images of these values, all of which are below the size."""

@@ -1,10 +1,10 @@
-"""The plan of a run: which samples each step has. All of it follows from a handful of numbers, and none of it from the ranks.
+"""The plan of a run: which samples each step has. It follows from a handful of numbers, and not from the ranks.
 
 A step takes the next `global_batch_size` positions. Where the epoch's size is no multiple of it, `last_batch` says what
 happens at the end:
 
     short    the last step of the epoch is smaller. Every sample exactly once per epoch. The default.
-    across   the step is filled with the first samples of the next epoch: every step is full, every sample once per epoch.
+    across   the step is filled with the first samples of the next epoch: every step is full, every sample still once.
     drop     what does not fill a step is left out, other samples each epoch if shuffled. As torch's drop_last.
 """
 
@@ -49,11 +49,11 @@ class Plan:
         if self.global_batch_size < 1:
             raise UsageError(f"a global batch of {self.global_batch_size} samples cannot be; give at least 1")
         if not 1 <= self.slots <= self.global_batch_size:
-            raise UsageError(f"{self.slots} slots for a global batch of {self.global_batch_size}; give 1 to as many slots")
+            raise UsageError(f"{self.slots} slots for a global batch of {self.global_batch_size}; give 1 to that many")
         if self.last_batch not in get_args(LastBatch):
             raise UsageError(f"last_batch is {self.last_batch!r}; it can be {', '.join(get_args(LastBatch))}")
         if self.last_batch == "drop" and self.order.size < self.global_batch_size:
-            raise UsageError("the dataset is smaller than one global batch, and last_batch='drop' leaves no step at all")
+            raise UsageError("the dataset is smaller than a global batch, and last_batch='drop' leaves no step at all")
 
     @property
     def _steps_each_epoch(self) -> int:

@@ -72,7 +72,7 @@ def kept_generators() -> Iterator[None]:
 
 
 def _device_in_use() -> bool:
-    return torch.cuda.is_initialized() and not torch.cuda._is_in_bad_fork()
+    return bool(torch.cuda.is_initialized()) and not torch.cuda._is_in_bad_fork()  # type: ignore[no-untyped-call]
 
 
 def _key(kind: str, *numbers: int) -> int:

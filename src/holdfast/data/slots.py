@@ -5,11 +5,11 @@ The rule, a pure function of (rank, world size, slots, weights), so that nobody 
 1. Every slot has exactly one owner; a rank's slots are contiguous, in the order of ranks.
 2. Without weights the counts of two ranks differ by one at most. Ranks need not divide slots; with more ranks than
    slots some own none.
-3. With weights (a straggler gets a smaller one) the counts are in proportion, rounded by largest remainders, ties to the
-   lower rank. All ranks must use the same weights.
+3. With weights (a straggler gets a smaller one) the counts are in proportion, rounded by largest remainders, ties to
+   the lower rank. All ranks must use the same weights.
 
-A slot's samples are a contiguous stretch of the step's positions; slots differ by one sample at most, in the last, short
-step of an epoch as well.
+A slot's samples are a contiguous stretch of the step's positions; slots differ by one sample at most, in the last,
+short step of an epoch as well.
 """
 
 from __future__ import annotations
@@ -17,8 +17,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import lru_cache
 
 from holdfast.errors import UsageError
+
+COUNTS_CACHED_MAX = 16
+"""Weights change seldom, and are asked for at every step."""
 
 
 def slots_of(rank: int, world_size: int, slots: int, weights: Sequence[float] | None = None) -> range:
@@ -27,24 +31,26 @@ def slots_of(rank: int, world_size: int, slots: int, weights: Sequence[float] | 
         raise UsageError(f"rank {rank} does not exist in a world of {world_size}")
     if weights is None:
         return range(rank * slots // world_size, (rank + 1) * slots // world_size)
-    counts = slot_counts(world_size, slots, weights)
+    counts = slot_counts(world_size, slots, tuple(weights))
     first = sum(counts[:rank])
     return range(first, first + counts[rank])
 
 
-def slot_counts(world_size: int, slots: int, weights: Sequence[float]) -> list[int]:
-    """How many slots each rank owns, in proportion to the weights."""
+@lru_cache(maxsize=COUNTS_CACHED_MAX)
+def slot_counts(world_size: int, slots: int, weights: tuple[float, ...]) -> tuple[int, ...]:
+    """How many slots each rank owns, in proportion to the weights. Exact, so that all ranks agree."""
     if len(weights) != world_size:
         raise UsageError(f"{len(weights)} weights for {world_size} ranks; give one for each rank")
     if any(not math.isfinite(weight) or weight < 0 for weight in weights) or not any(weights):
         raise UsageError("weights of ranks must be finite, not negative, and not all zero")
     exact = [Fraction(weight) for weight in weights]
-    shares = [slots * weight / sum(exact) for weight in exact]
+    total = sum(exact)
+    shares = [slots * weight / total for weight in exact]
     counts = [int(share) for share in shares]
     by_remainder = sorted(range(world_size), key=lambda rank: (counts[rank] - shares[rank], rank))
     for rank in by_remainder[: slots - sum(counts)]:
         counts[rank] += 1
-    return counts
+    return tuple(counts)
 
 
 def slot_positions(positions: range, slots: range, slots_total: int) -> range:
@@ -56,8 +62,8 @@ def slot_positions(positions: range, slots: range, slots_total: int) -> range:
 def loss_scale(rank_samples: int, global_samples: int, world_size: int) -> float:
     """What to multiply a rank's mean loss with, so that DDP's average over ranks is the mean over the global batch.
 
-    DDP divides the sum of the ranks' gradients by the world size. Rank r's mean over its n_r samples, times n_r·W/N, summed
-    and divided by W, is the sum over all samples divided by N. A rank without samples has scale 0.
+    DDP divides the sum of the ranks' gradients by the world size W. Rank r's mean over its n_r samples, times n_r·W/N,
+    summed and divided by W, is the sum over all samples divided by N. A rank without samples has scale 0.
     Counts of tokens work as well as counts of samples, where the loss is a mean over tokens.
     """
     if global_samples <= 0:

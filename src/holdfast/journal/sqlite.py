@@ -103,6 +103,8 @@ def read_entries(path: Path, after_seq: int = 0) -> list[Entry]:
     try:
         db = sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None, timeout=5.0)
         try:
+            if not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+                return []  # its master is just making it
             _check_version(path, db)
             start = CHAIN_START
             if after_seq:

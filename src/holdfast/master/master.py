@@ -94,8 +94,9 @@ class Master:
     async def run(self, host: str, port: int, token: str, tls: Tls | None, ready: Callable[[int], None]) -> None:
         """Listen, decide until the job is over, see the agents off."""
         server = Server(token=token, tls=tls, handler=self._on_connection, stranger=_log_stranger)
-        ready(await server.start(host, port))
+        port = await server.start(host, port)
         try:
+            ready(port)
             await self._decide_until_finished()
             await self._see_agents_off()
         finally:

@@ -30,8 +30,9 @@ def find_journal(state_dir: Path, wanted: str | None) -> Path:
 
 
 def active_at(journal: Path) -> float:
-    """When the journal was last written. New records are in the file beside it until SQLite moves them."""
-    return max(_modified_at(journal), _modified_at(journal.with_name(f"{journal.name}-wal")))
+    """When the journal was last written. New records are in the file beside it until SQLite moves them; that file is
+    empty where only a reader has been."""
+    return max(_written_at(journal), _written_at(journal.with_name(f"{journal.name}-wal")))
 
 
 def is_held_here(journal: Path) -> bool:
@@ -78,8 +79,9 @@ def _listed(job_ids: Iterable[str]) -> str:
     return ", ".join(shown[:CANDIDATES_SHOWN_MAX]) + more
 
 
-def _modified_at(path: Path) -> float:
+def _written_at(path: Path) -> float:
     try:
-        return path.stat().st_mtime
+        found = path.stat()
     except OSError:
         return 0.0
+    return found.st_mtime if found.st_size else 0.0

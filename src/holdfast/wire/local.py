@@ -10,6 +10,7 @@ Strings that the system hands out as bytes (arguments, environment, paths) stay 
 
 from __future__ import annotations
 
+import array
 import os
 import socket
 import struct
@@ -27,6 +28,7 @@ FRAME_DESCRIPTORS_MAX = 8
 RECEIVE_BYTES = 256 * 2**10
 
 _HEADER = struct.Struct("!IB")
+_ANCILLARY_BYTES = socket.CMSG_SPACE(FRAME_DESCRIPTORS_MAX * array.array("i").itemsize)
 
 Mode = Literal["warm", "cold"]
 ScriptKind = Literal["script", "module", "path"]
@@ -151,10 +153,10 @@ class FrameReader(Generic[MessageT]):
 
     def receive(self, connection: socket.socket) -> bool:
         """One read; False when the other side is gone."""
-        data, descriptors, flags, _ = socket.recv_fds(
-            connection, RECEIVE_BYTES, FRAME_DESCRIPTORS_MAX, socket.MSG_CMSG_CLOEXEC
-        )
-        self._descriptors.extend(descriptors)
+        # Not socket.recv_fds: it drops the flag (CPython 3.11), and with it what keeps descriptors out of exec.
+        data, ancillary, flags, _ = connection.recvmsg(RECEIVE_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
+        for _, _, numbers in ancillary:  # SCM_RIGHTS is all that anybody sends
+            self._descriptors.extend(array.array("i", numbers))
         if flags & socket.MSG_CTRUNC:
             raise WireError("descriptors were lost: more were sent at once than a frame may carry")
         return self.feed(data)

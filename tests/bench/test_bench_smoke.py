@@ -1,0 +1,79 @@
+"""Each benchmark runs in its smallest configuration, says what it should, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCH = Path(__file__).parents[2] / "bench"
+TIME_LIMIT_S = 100
+
+
+@pytest.fixture
+def temporary(tmp_path: Path) -> Path:
+    """Where the benchmarks keep their runs."""
+    directory = tmp_path / "runs"
+    directory.mkdir()
+    return directory
+
+
+def run_bench(temporary: Path, name: str, *flags: str) -> dict[str, Any]:
+    mark = secrets.token_hex(8)
+    output = temporary.parent / "result.json"
+    finished = subprocess.run(
+        [sys.executable, str(BENCH / name), *flags, "-o", str(output)],
+        env={**os.environ, "TMPDIR": str(temporary), "SMOKE": mark},
+        capture_output=True,
+        text=True,
+        timeout=TIME_LIMIT_S,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert "load average at the end" in finished.stdout
+    assert not list(temporary.iterdir()), "a run's directory was left behind"
+    assert not running(f"SMOKE={mark}"), "a process was left behind"
+    return json.loads(output.read_text())
+
+
+def running(variable: str) -> list[str]:
+    """Processes that have this in their environment."""
+    found = []
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if variable.encode() in environment.read_bytes().split(b"\0"):
+                found.append(environment.parent.name)
+        except OSError:
+            continue
+    return found
+
+
+def test_restart_measures_a_cold_start_a_worker_s_death_and_where_the_time_went(temporary: Path) -> None:
+    flags = ("--only", "worker", "--repetitions", "1", "--rehearsals", "0", "--peer", "none")
+    result = run_bench(temporary, "restart.py", *flags)
+    cold, worker = result["samples"]
+    assert (cold["measure"], worker["measure"]) == ("cold", "worker")
+    assert cold["launcher"] == worker["launcher"] == "holdfast"
+    assert worker["seconds"] == pytest.approx(sum(worker["split_s"].values()), abs=0.05)
+    assert 0.0 < worker["seconds"] < 60.0
+
+
+def test_control_plane_measures_a_small_fleet(temporary: Path) -> None:
+    flags = ("--only", "agents", "--agents", "20", "--processes", "2", "--steady", "1")
+    result = run_bench(temporary, "control_plane.py", *flags)
+    values = {finding["what"]: finding["value"] for finding in result["findings"]}
+    assert 0.0 < values["20 agents join: view served to all"] < 60.0
+    assert 0.0 < values["2 agents are replaced: next view served to all"] < 60.0
+
+
+def test_control_plane_measures_one_real_agent(temporary: Path) -> None:
+    result = run_bench(temporary, "control_plane.py", "--only", "agent", "--steady", "1")
+    values = {finding["what"]: finding["value"] for finding in result["findings"]}
+    assert 0.0 < values["agent: from exec to its node in the journal"] < 60.0
+    assert values["agent: memory"] > 1.0

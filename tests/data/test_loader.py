@@ -1,0 +1,154 @@
+"""The loader: batches by rank and by slot, randomness by sample, the same whatever the workers."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+import holdfast as hf
+from holdfast.data.randomness import sample_randomness, slot_randomness
+from holdfast.errors import UsageError
+
+
+class Numbers(Dataset):
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, sample):
+        return torch.tensor(sample)
+
+
+def jitter(sample):
+    return sample + torch.rand(()) * 0.3 + np.random.rand() * 0.3 + random.random() * 0.3
+
+
+def make(size=50, rank=0, world_size=1, **settings):
+    settings = {"global_batch_size": 8, "seed": 2} | settings
+    return hf.Loader(Numbers(size), rank=rank, world_size=world_size, **settings)
+
+
+def epoch_of(loader):
+    batches = []
+    for batch in loader:
+        batches.append(batch.tolist())
+        loader.commit()
+    return batches
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_epoch_is_the_plan_s_and_epochs_follow_without_a_pause(num_workers):
+    loader = make(num_workers=num_workers)
+    epochs = [epoch_of(loader), epoch_of(loader)]
+    loader.close()
+    flat = [batch for epoch in epochs for batch in epoch]
+    assert flat == [loader.plan.samples(step).tolist() for step in range(14)]
+
+
+@pytest.mark.parametrize("first_workers", [0, 1])
+def test_augmentation_belongs_to_the_sample(first_workers):
+    reference = make(transform=jitter)
+    wanted = epoch_of(reference) + epoch_of(reference)
+    first = make(transform=jitter, num_workers=first_workers)
+    found = []
+    for batch in first:
+        found.append(batch.tolist())
+        first.commit()
+        if first.step == 3:
+            break
+    first.close()
+    halves = [make(transform=jitter, rank=rank, world_size=2) for rank in range(2)]
+    for half in halves:
+        half.load_state_dict(first.state_dict())
+    while halves[0].step < 14:
+        found += [a + b for a, b in zip(epoch_of(halves[0]), epoch_of(halves[1]), strict=True)]
+    assert found == wanted
+    assert sorted(map(int, sum(wanted[:7], []))) == sorted(map(int, sum(wanted[7:], []))), "same samples"
+    assert sorted(sum(wanted[:7], [])) != sorted(sum(wanted[7:], [])), "another augmentation"
+
+
+def test_the_loader_leaves_the_program_s_generators_alone():
+    torch.manual_seed(5)
+    wanted = torch.rand(3).tolist()
+    torch.manual_seed(5)
+    loader = make(transform=jitter)
+    next(iter(loader))
+    assert torch.rand(3).tolist() == wanted
+
+
+def test_slots_are_batches_and_a_new_view_has_others():
+    loader = make(slots=4, world_size=2)
+    step = loader.plan.samples(0).tolist()
+    batches, scales, last = [], [], []
+    for batch in loader.step_batches():
+        batches.append(batch.tolist())
+        scales.append(loader.loss_scale)
+        last.append(loader.is_last_of_step)
+    assert batches == [step[0:2], step[2:4]]
+    assert scales == [0.5, 0.5] and last == [False, True]
+    loader.commit()
+    loader.set_place(0, 1)
+    assert sum((batch.tolist() for batch in loader.step_batches()), []) == loader.plan.samples(1).tolist()
+    assert sum((batch.tolist() for batch in loader.step_batches()), []) == loader.plan.samples(1).tolist(), "repeated"
+    loader.commit()
+    assert sum((batch.tolist() for batch in loader.step_batches()), []) == loader.plan.samples(2).tolist()
+
+
+def test_steps_are_prefetched_across_views_with_workers():
+    loader = make(slots=4, num_workers=1)
+    for step, place in enumerate([(0, 1), (0, 1), (1, 2), (1, 2), (0, 1)]):
+        loader.set_place(*place)
+        found = sum((batch.tolist() for batch in loader.step_batches()), [])
+        assert found == loader.plan.order.samples_at(loader.plan.share(step, *place)).tolist()
+        loader.commit()
+    loader.close()
+
+
+def test_ghosts_in_short_steps_by_slot():
+    loaders = [make(size=10, slots=4, rank=rank, world_size=4) for rank in range(4)]
+    for loader in loaders:
+        loader.load_state_dict(loader.plan.state(1))
+    counts, total = [], []
+    for loader in loaders:
+        for batch in loader.step_batches():
+            counts.append(len(batch))
+            total.append(loader.loss_scale)
+            assert loader.is_last_of_step
+    assert counts == [1, 1, 1, 1]
+    assert total == [0.0, 2.0, 0.0, 2.0]
+
+
+def test_batches_that_cross_epochs_use_each_epoch_s_randomness():
+    wanted = make(size=10, last_batch="across", transform=jitter)
+    found = epoch_of(wanted)
+    assert len(found[1]) == 8
+    plan = wanted.plan
+    with sample_randomness(2, 1, int(plan.order.sample_at(10))):
+        assert jitter(torch.tensor(plan.order.sample_at(10))).item() == pytest.approx(found[1][2])
+
+
+def test_options_that_are_the_plan_s_are_refused():
+    with pytest.raises(UsageError, match="batch_size"):
+        make(batch_size=3)
+
+
+def test_keyed_randomness_is_put_back_and_depends_on_its_key():
+    def draw():
+        return random.random(), np.random.rand(), torch.rand(()).item()
+
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    wanted = draw()
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    inside = []
+    for key in ((0, 0, 1), (0, 0, 1), (0, 1, 1), (1, 0, 1), (0, 0, 2)):
+        with slot_randomness(*key):
+            inside.append(draw())
+    with sample_randomness(0, 0, 1):
+        inside.append(draw())
+    assert draw() == wanted
+    assert inside[0] == inside[1]
+    assert len(set(inside)) == 5

@@ -1,0 +1,50 @@
+"""Scripts that were written for torchrun do the same here, unchanged, however their workers start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from e2e.jobs import SCRIPTS, Place
+
+OTHERS = SCRIPTS / "others"
+FLAGS = ("--standalone", "--nproc-per-node", "2")
+TWO = ("forkserver", "spawn")
+
+
+def run(job: Place, *args: str, method: str = "") -> list[str]:
+    """What the script printed, line by line, in no order: the workers' own is chance. torchrun without a method."""
+    words = [*FLAGS, *(("--start-method", method) if method else ()), *args]
+    agent = job.start(*words, cwd=OTHERS) if method else job.torchrun(*words, cwd=OTHERS)
+    assert agent.wait() == 0, agent.stderr
+    return sorted(agent.stdout.splitlines())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("train_ddp.py", "--epochs", "3", "--lr=0.05", "my data"), ("train_loader.py",)],
+    ids=["argparse and DDP", "data loaders"],
+)
+def test_a_script_prints_what_it_prints_under_torchrun(tmp_path: Path, words: tuple[str, ...]) -> None:
+    expected = run(Place(tmp_path / "torchrun"), *words)
+    assert expected
+    for method in TWO:
+        assert run(Place(tmp_path / method), *words, method=method) == expected
+
+
+@pytest.mark.parametrize("method", TWO)
+def test_a_recorded_main_runs(tmp_path: Path, method: str) -> None:
+    printed = run(Place(tmp_path), "train_recorded.py", "--", "-x", "a b", method=method)
+    assert printed == ["[(0, '0', ['-x', 'a b']), (1, '1', ['-x', 'a b'])]"]
+
+
+@pytest.mark.parametrize("method", TWO)
+def test_a_module_of_a_package_runs(tmp_path: Path, method: str) -> None:
+    printed = run(Place(tmp_path), "-m", "toytrain.train", "--flag", "value", method=method)
+    assert printed == [f"toytrain train.py ['--flag', 'value'] {15 + rank} __main__" for rank in (0, 1)]
+
+
+def test_a_shell_script_runs(tmp_path: Path) -> None:
+    printed = run(Place(tmp_path), "--no-python", str(OTHERS / "train.sh"), "hello", "w orld", method="forkserver")
+    assert printed == [f"rank {rank} of 2 says hello w orld" for rank in (0, 1)]
