@@ -34,7 +34,7 @@ def leak_guard(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pyte
     jobs.agents.clear()
     yield marker
     left = [*end_processes(marker), *remove_mounts(tmp_path), *remove_networks(marker)]
-    left += [f"shared memory {name}" for name in remove_unused(shared_memory() - shared_before)]
+    left += [f"shared memory {name}" for name in unused_memory(shared_before)]
     if left and not request.node.stash.get(failed, False):
         pytest.fail("left behind: " + "; ".join(left), pytrace=False)
 
@@ -73,24 +73,41 @@ def end_processes(marker: str) -> list[str]:
     return told
 
 
-def shared_memory() -> set[str]:
-    return {entry.name for entry in Path("/dev/shm").iterdir()}
-
-
-def remove_unused(names: set[str]) -> list[str]:
-    """Of these, the files that no process has open or mapped: others' are in use while they are new."""
-    paths = {f"/dev/shm/{name}": name for name in names}
-    for directory in Path("/proc").glob("[0-9]*") if paths else ():
+def shared_memory() -> dict[str, int]:
+    """Inodes by name. A semaphore's maps show the name it was made under, not the one it has: only inodes tell."""
+    found = {}
+    for entry in Path("/dev/shm").iterdir():
         try:
-            mapped = (directory / "maps").read_text(errors="replace")
-            opened = {os.readlink(link) for link in (directory / "fd").iterdir()}
+            found[entry.name] = entry.stat().st_ino
         except OSError:
             continue
-        for path in [path for path in paths if path in opened or path in mapped]:
-            del paths[path]
-    for path in paths:
-        Path(path).unlink(missing_ok=True)
-    return sorted(paths.values())
+    return found
+
+
+def unused_memory(before: dict[str, int]) -> list[str]:
+    """New files that no process has had open or mapped for a while. They stay: they may be somebody else's, whose
+    next process is about to start."""
+    deadline = time.monotonic() + LAST_BREATH_S
+    while True:
+        used = inodes_in_use()
+        unused = [name for name, inode in shared_memory().items() if before.get(name) != inode and inode not in used]
+        if not unused or time.monotonic() > deadline:
+            return sorted(unused)
+        time.sleep(jobs.POLL_S)
+
+
+def inodes_in_use() -> set[int]:
+    """Of all that is mapped or open from /dev/shm."""
+    found = set()
+    for directory in Path("/proc").glob("[0-9]*"):
+        try:
+            maps = (directory / "maps").read_text(errors="replace").splitlines()
+            found |= {int(line.split()[4]) for line in maps if "/dev/shm/" in line}
+            links = [link for link in (directory / "fd").iterdir() if os.readlink(link).startswith("/dev/shm/")]
+            found |= {link.stat().st_ino for link in links}
+        except OSError:
+            continue
+    return found
 
 
 def remove_mounts(directory: Path) -> list[str]:

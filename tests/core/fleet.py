@@ -262,7 +262,8 @@ class Fleet:
         """Gathering, and nothing but its time-out to come."""
         job = self.world.job
         unsure = any(node.doubtful for node in job.nodes.values())
-        return isinstance(job.phase, Gathering) and next_deadline(job) == job.phase.deadline and not unsure
+        few = sum(node.eligible for node in job.nodes.values()) < job.settings.nodes_min
+        return isinstance(job.phase, Gathering) and few and not unsure
 
     def _bustle(self) -> bool:
         """Everything that can happen without time passing; whether anything did."""

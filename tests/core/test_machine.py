@@ -22,6 +22,7 @@ from core.world import World
 from holdfast.core import records as r
 from holdfast.core.views import View
 
+pytestmark = pytest.mark.timeout(900)  # when it fails, finding the shortest story takes longer than running
 EXAMPLES = int(os.environ.get("HOLDFAST_EXAMPLES", "0"))
 SIZES = [(1, 1), (1, 2), (1, 3), (2, 2), (2, 3), (3, 3)]
 PAUSES_S = [0.05, 0.3, 0.5, 4.0, 31.0]
@@ -245,7 +246,6 @@ def assert_stable(before: View, after: View) -> None:
 
 
 TestMachine = Machine.TestCase
-TestMachine.pytestmark = pytest.mark.timeout(900)  # when it fails, finding the shortest story takes longer than running
 TestMachine.settings = settings(
     max_examples=EXAMPLES or 400,
     derandomize=not EXAMPLES,

@@ -1,5 +1,6 @@
 """The loader: batches by rank and by slot, randomness by sample, the same whatever the workers."""
 
+import itertools
 import random
 
 import numpy as np
@@ -32,6 +33,14 @@ def make(size=50, rank=0, world_size=1, **settings):
     return hf.Loader(Numbers(size), rank=rank, world_size=world_size, **settings)
 
 
+def flat(lists):
+    return list(itertools.chain.from_iterable(lists))
+
+
+def samples_of(batches):
+    return flat(batch.tolist() for batch in batches)
+
+
 def epoch_of(loader):
     batches = []
     for batch in loader:
@@ -45,8 +54,7 @@ def test_an_epoch_is_the_plan_s_and_epochs_follow_without_a_pause(num_workers):
     loader = make(num_workers=num_workers)
     epochs = [epoch_of(loader), epoch_of(loader)]
     loader.close()
-    flat = [batch for epoch in epochs for batch in epoch]
-    assert flat == [loader.plan.samples(step).tolist() for step in range(14)]
+    assert flat(epochs) == [loader.plan.samples(step).tolist() for step in range(14)]
 
 
 @pytest.mark.parametrize("first_workers", [0, 1])
@@ -67,8 +75,8 @@ def test_augmentation_belongs_to_the_sample(first_workers):
     while halves[0].step < 14:
         found += [a + b for a, b in zip(epoch_of(halves[0]), epoch_of(halves[1]), strict=True)]
     assert found == wanted
-    assert sorted(map(int, sum(wanted[:7], []))) == sorted(map(int, sum(wanted[7:], []))), "same samples"
-    assert sorted(sum(wanted[:7], [])) != sorted(sum(wanted[7:], [])), "another augmentation"
+    assert sorted(map(int, flat(wanted[:7]))) == sorted(map(int, flat(wanted[7:]))), "same samples"
+    assert sorted(flat(wanted[:7])) != sorted(flat(wanted[7:])), "another augmentation"
 
 
 def test_the_loader_leaves_the_program_s_generators_alone():
@@ -92,17 +100,17 @@ def test_slots_are_batches_and_a_new_view_has_others():
     assert scales == [0.5, 0.5] and last == [False, True]
     loader.commit()
     loader.set_place(0, 1)
-    assert sum((batch.tolist() for batch in loader.step_batches()), []) == loader.plan.samples(1).tolist()
-    assert sum((batch.tolist() for batch in loader.step_batches()), []) == loader.plan.samples(1).tolist(), "repeated"
+    assert samples_of(loader.step_batches()) == loader.plan.samples(1).tolist()
+    assert samples_of(loader.step_batches()) == loader.plan.samples(1).tolist(), "repeated"
     loader.commit()
-    assert sum((batch.tolist() for batch in loader.step_batches()), []) == loader.plan.samples(2).tolist()
+    assert samples_of(loader.step_batches()) == loader.plan.samples(2).tolist()
 
 
 def test_steps_are_prefetched_across_views_with_workers():
     loader = make(slots=4, num_workers=1)
     for step, place in enumerate([(0, 1), (0, 1), (1, 2), (1, 2), (0, 1)]):
         loader.set_place(*place)
-        found = sum((batch.tolist() for batch in loader.step_batches()), [])
+        found = samples_of(loader.step_batches())
         assert found == loader.plan.order.samples_at(loader.plan.share(step, *place)).tolist()
         loader.commit()
     loader.close()

@@ -63,7 +63,8 @@ class Cluster(Place):
         """The agent of a node; all nodes of a job have the job's flags."""
         meet = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self.net[0].address}:{PORT}", "--rdzv-id", "job")
         words = (*meet, *LINE, *self.flags, "--node-id", node_id, *flags, *program)
-        env = {"WORK": str(self.work), "GLOO_SOCKET_IFNAME": LINK} | ({"HOLDFAST_TOKEN": token} if token else {})
+        env = {"WORK": str(self.work), "GLOO_SOCKET_IFNAME": LINK}  # by itself gloo looks up the host's name
+        env |= {"HOLDFAST_TOKEN": token} if token else {}
         return host.start_agent(words, state_dir=self.state_of(host), env=env)
 
     def start_master(self, *flags: str, token: str = TOKEN, job_id: str = "job") -> AgentProcess:

@@ -23,8 +23,11 @@ def run(job: Place, *args: str, method: str = "") -> list[str]:
 
 @pytest.mark.parametrize(
     "words",
-    [("train_ddp.py", "--epochs", "3", "--lr=0.05", "my data"), ("train_loader.py",)],
-    ids=["argparse and DDP", "data loaders"],
+    [
+        ("train_ddp.py", "--epochs", "3", "--lr=0.05", "my data"),
+        ("train_recorded.py", "--", "-x", "a b"),
+    ],
+    ids=["argparse and DDP", "a recorded main"],
 )
 def test_a_script_prints_what_it_prints_under_torchrun(tmp_path: Path, words: tuple[str, ...]) -> None:
     expected = run(Place(tmp_path / "torchrun"), *words)
@@ -34,9 +37,10 @@ def test_a_script_prints_what_it_prints_under_torchrun(tmp_path: Path, words: tu
 
 
 @pytest.mark.parametrize("method", TWO)
-def test_a_recorded_main_runs(tmp_path: Path, method: str) -> None:
-    printed = run(Place(tmp_path), "train_recorded.py", "--", "-x", "a b", method=method)
-    assert printed == ["[(0, '0', ['-x', 'a b']), (1, '1', ['-x', 'a b'])]"]
+def test_data_loaders_with_processes_of_their_own_work(tmp_path: Path, method: str) -> None:
+    printed = run(Place(tmp_path), "train_loader.py", method=method)
+    expected = [f"rank {rank} {how}: 4 batches, sum {1240 + 16 * rank}" for rank in (0, 1) for how in ("fork", "spawn")]
+    assert printed == expected
 
 
 @pytest.mark.parametrize("method", TWO)

@@ -58,23 +58,21 @@ def test_reading_gives_what_the_journal_holds(tmp_path: Path) -> None:
 
 def test_over_a_restart_of_the_master_nothing_is_lost_and_nothing_repeated(tmp_path: Path) -> None:
     async def watch() -> tuple[Page, Page]:
-        master = await LiveMaster(tmp_path).start()
-        agent = await LiveAgent.join(master)
-        async with aclosing(follow(source(master.port))) as pages:
+        async with LiveMaster(tmp_path) as master, aclosing(follow(source(master.port))) as pages:
+            agent = await LiveAgent.join(master)
             seen = await next_page(pages)
             waiting = asyncio.create_task(next_page(pages))  # between two pages, as the master goes
-            await master.stop()
+            master.kill()
             await agent.close()
             await master.start()
-            seen += await waiting
             agent = await LiveAgent.join(master)
             await agent.started(view=1)
+            seen += await waiting
             await agent.succeeded(view=1)
-            await agent.close()
             async for page in pages:  # ends by itself: the job is over
                 seen += page
-        await master.stop()
-        return seen, read_entries(master.path)
+            await agent.close()
+            return seen, read_entries(master.path)
 
     seen, kept = asyncio.run(watch())
     assert [entry.seq for entry in seen] == list(range(1, len(kept) + 1))
@@ -82,18 +80,16 @@ def test_over_a_restart_of_the_master_nothing_is_lost_and_nothing_repeated(tmp_p
     assert [type(e.record).__name__ for e in kept].count("TermBegan") == 2
 
 
-def test_records_that_were_written_while_nobody_watched_come_with_the_first_page_after(tmp_path: Path) -> None:
+def test_records_that_were_written_while_nobody_watched_come_with_the_next_page(tmp_path: Path) -> None:
     async def watch() -> Page:
-        master = await LiveMaster(tmp_path).start()
-        async with aclosing(source(master.port).pages()) as pages:
+        async with LiveMaster(tmp_path) as master, aclosing(source(master.port).pages()) as pages:
             seen = await next_page(pages)
             for _ in range(3):  # three terms come and go without us
-                await master.stop()
+                master.kill()
                 await master.start()
             while len(seen) < 6:
                 seen += await next_page(pages)
-        await master.stop()
-        return seen
+            return seen
 
     assert [entry.seq for entry in asyncio.run(watch())] == [1, 2, 3, 4, 5, 6]
 
@@ -108,22 +104,15 @@ def test_a_wrong_token_gives_a_sentence_that_names_where_it_came_from(tmp_path: 
     assert "another-secret" not in sentence, "a secret must not be printed"
 
 
-def test_a_master_that_asks_for_another_token_after_its_restart_ends_the_following(tmp_path: Path) -> None:
+def test_a_master_that_has_another_token_after_its_restart_ends_the_following(tmp_path: Path) -> None:
     async def watch() -> None:
-        master = await LiveMaster(tmp_path).start()
-        other = source(master.port, secret=TOKEN)
-        try:
-            async with aclosing(other.pages()) as pages:
-                await next_page(pages)
-                other._token = Token("another-secret-altogether", "the file x")
-                waiting = asyncio.create_task(next_page(pages))
-                await master.stop()
-                await master.start()
-                await waiting
-        finally:
-            await master.stop()
+        async with LiveMaster(tmp_path) as master, aclosing(source(master.port).pages()) as pages:
+            await next_page(pages)
+            master.kill()
+            await master.start(token="another-secret-altogether")
+            await next_page(pages)
 
-    assert "the token from the file x" in sentence_of(AuthenticationError, watch)
+    assert "did not let us in" in sentence_of(AuthenticationError, watch)
 
 
 def test_where_nobody_listens_the_sentence_says_what_to_check() -> None:
@@ -136,10 +125,10 @@ def test_where_nobody_listens_the_sentence_says_what_to_check() -> None:
 
 def test_a_master_that_stays_away_is_given_up_with_the_last_record_that_came(tmp_path: Path) -> None:
     async def watch() -> None:
-        master = await LiveMaster(tmp_path).start()
-        async with aclosing(source(master.port, reconnect_timeout_s=0.2).pages()) as pages:
+        async with LiveMaster(tmp_path) as master:
+            pages = source(master.port, reconnect_timeout_s=0.2).pages()
             await next_page(pages)
-            await master.stop()
+            master.kill()
             await next_page(pages)
 
     sentence = sentence_of(WireError, watch)
@@ -148,19 +137,17 @@ def test_a_master_that_stays_away_is_given_up_with_the_last_record_that_came(tmp
 
 def test_a_master_with_another_journal_is_not_taken_for_the_same_job(tmp_path: Path) -> None:
     async def watch() -> None:
-        master = await LiveMaster(tmp_path).start()
-        agent = await LiveAgent.join(master)
-        try:
-            async with aclosing(source(master.port).pages()) as pages:
-                assert len(await next_page(pages)) == 5
-                waiting = asyncio.create_task(next_page(pages))
-                await master.stop()
-                await agent.close()
-                master.path.unlink()
-                await master.start()
-                await waiting
-        finally:
-            await master.stop()
+        async with LiveMaster(tmp_path) as master, aclosing(source(master.port).pages()) as pages:
+            agent = await LiveAgent.join(master)
+            seen = await next_page(pages)
+            while len(seen) < 5:
+                seen += await next_page(pages)
+            master.kill()
+            await agent.close()
+            for file in master.path.parent.iterdir():
+                file.unlink()
+            await master.start()
+            await next_page(pages)
 
     assert "another journal than before" in sentence_of(JournalError, watch)
 

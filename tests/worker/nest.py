@@ -156,9 +156,9 @@ def is_running(pid: int) -> bool:
     return bool(fields) and fields[0] not in (b"Z", b"X")
 
 
-def children() -> set[int]:
-    """This process's own, zombies included."""
-    me = str(os.getpid()).encode()
+def children(parent: int | None = None) -> set[int]:
+    """A process's, this one's if not told otherwise, zombies included."""
+    me = str(os.getpid() if parent is None else parent).encode()
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     return {pid for pid in pids if (fields := stat_fields(pid)) and fields[1] == me}
 

@@ -114,6 +114,12 @@ def test_a_worker_is_the_agents_child_in_a_session_of_its_own(nest: Nest, tmp_pa
     assert stat_fields(pid) == []  # reaped
 
 
+def test_the_server_keeps_no_zombies(nest: Nest, tmp_path: Path) -> None:
+    write(tmp_path / "script.py", "pass")
+    assert nest.run(["script.py"], tmp_path).code == 0
+    assert children(nest.launcher.server_pid) == set()
+
+
 def test_a_worker_goes_by_the_name_of_its_script(nest: Nest, tmp_path: Path) -> None:
     write(tmp_path / "script.py", "print(open('/proc/self/cmdline').read().strip(chr(0)).split(chr(0)))")
     assert (

@@ -58,8 +58,8 @@ class Loader(Cursor):
     ) -> None:
         """`slots` cut the global batch, for the whole run; without, ranks' shares are not cut further.
 
-        `transform` maps a sample, in the workers. `seed_samples` sets the generators by (seed, epoch, sample) before each
-        sample is read and transformed; it costs some 20 µs a sample, to be saved where nothing is random.
+        `transform` maps a sample, in the workers. `seed_samples` sets the generators by (seed, epoch, sample)
+        before each sample is read and transformed; it costs some 15 µs a sample, to be saved where nothing is random.
         `options` go to torch's DataLoader.
         """
         if wrong := [name for name in OURS if name in options]:

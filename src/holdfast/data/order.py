@@ -108,8 +108,6 @@ def _mix(words: Words) -> Words:
     words *= _FIRST_FACTOR
     words ^= words >> _HALF_WORD
     words *= _SECOND_FACTOR
-    words ^= words >> _HALF_WORD
-    words *= _FIRST_FACTOR
     return words
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from holdfast.data.plan import Plan
+from holdfast.data.plan import Plan, blocks
 from holdfast.data.randomness import kept_generators, sample_key, set_generators
 
 BLOCK_SAMPLES = 16_384
@@ -98,13 +98,13 @@ class Pipeline:
     def requests(self) -> Iterator[Request]:
         """All that will be needed from now on, if nothing changes."""
         (step, first_unit), units = self._next, self._units
-        block_steps = max(1, BLOCK_SAMPLES // self.plan.global_batch_size)
         while True:
-            wanted = [(s, u) for s in range(step, step + block_steps) for u in range(len(units))][first_unit:]
-            spans = [self._positions(s, units[u]) for s, u in wanted]
-            for (s, u), span, samples in zip(wanted, spans, self.plan.samples_of(spans), strict=True):
-                yield Request(s, u, self._by_epoch(span, samples.tolist()))
-            step, first_unit = step + block_steps, 0
+            # Epoch by epoch: each has a key of its own, and a small dataset would have very many in a block.
+            epoch_end = self.plan.first_step(self.plan.epoch_of(step) + 1)
+            for block in blocks(range(step, epoch_end), BLOCK_SAMPLES // self.plan.global_batch_size):
+                yield from self._block(block, units, first_unit)
+                first_unit = 0
+            step = epoch_end
 
     def close(self) -> None:
         """End the workers."""
@@ -113,6 +113,12 @@ class Pipeline:
         self._loader._iterator = None
         if shutdown:
             shutdown()
+
+    def _block(self, steps: range, units: Units, first_unit: int) -> Iterator[Request]:
+        wanted = [(step, unit) for step in steps for unit in range(len(units))][first_unit:]
+        spans = [self._positions(step, units[unit]) for step, unit in wanted]
+        for (step, unit), span, samples in zip(wanted, spans, self.plan.samples_of(spans), strict=True):
+            yield Request(step, unit, self._by_epoch(span, samples.tolist()))
 
     def _positions(self, step: int, unit: range) -> range:
         """A unit without samples becomes a ghost: a batch of one, for a rank that has nothing else in this step."""

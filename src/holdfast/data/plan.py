@@ -10,7 +10,7 @@ happens at the end:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -147,6 +147,14 @@ class Plan:
                     " depends on it: resume with the old value, or start the data anew without loading this state."
                 )
         return self.step_at(state["position"])
+
+
+def blocks(steps: range, steps_max: int) -> Iterator[range]:
+    """The same steps in blocks to compute at once: one step first, so that it is there soon, then ever more."""
+    first, count = steps.start, 1
+    while first < steps.stop:
+        yield range(first, min(first + count, steps.stop))
+        first, count = first + count, max(1, min(2 * count, steps_max))
 
 
 def make_plan(

@@ -30,7 +30,7 @@ from torch.utils.data import Sampler as TorchSampler
 
 from holdfast.data.cursor import Cursor, own_place, size_of
 from holdfast.data.order import Locality
-from holdfast.data.plan import LastBatch, make_plan
+from holdfast.data.plan import LastBatch, blocks, make_plan
 from holdfast.errors import UsageError
 
 BLOCK_SAMPLES = 16_384
@@ -95,9 +95,7 @@ class Sampler(Cursor, TorchSampler[list[int]]):
         The pass begins with its first batch, not here: torch's DataLoader asks for an iterator twice and uses one.
         """
         steps = self._begin_pass()
-        block_steps = max(1, BLOCK_SAMPLES * self.world_size // self.plan.global_batch_size)
-        for first in range(steps.start, steps.stop, block_steps):
-            block = range(first, min(first + block_steps, steps.stop))
+        for block in blocks(steps, BLOCK_SAMPLES * self.world_size // self.plan.global_batch_size):
             shares = [self._share(step) or self.plan.span(step)[:1] for step in block]
             for step, samples in zip(block, self.plan.samples_of(shares), strict=True):
                 self._drawn = max(self._drawn, step + 1)

@@ -4,6 +4,7 @@ WORK/store-address-RANK    MASTER_ADDR as the worker found it
 """
 
 import os
+import time
 from pathlib import Path
 
 import torch
@@ -38,4 +39,5 @@ while not is_over.item():
     is_over.fill_(float(dist.get_rank() == 0 and (work / "finish").exists()))
     dist.all_reduce(is_over)
 note("end", step)
+time.sleep(0.2)  # a gloo group that goes within milliseconds of its last collective can deadlock: pytorch#56297
 dist.destroy_process_group()

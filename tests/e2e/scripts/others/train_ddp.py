@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -40,8 +41,10 @@ def main():
         print(f"rank {rank}/{world_size} epoch {epoch} loss {loss.item():.10f} on {args.data}")
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])
     print(f"rank {rank} local {os.environ['LOCAL_RANK']} weights {weights.double().sum().item():.12f}")
+    time.sleep(0.2)  # a gloo group that goes within milliseconds of its last collective can deadlock: pytorch#56297
     dist.destroy_process_group()
+    return model
 
 
 if __name__ == "__main__":
-    main()
+    model = main()

@@ -3,7 +3,7 @@
 import os
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 
 class Squares(Dataset):
@@ -11,7 +11,7 @@ class Squares(Dataset):
         return 16
 
     def __getitem__(self, index):
-        assert torch.utils.data.get_worker_info().num_workers == 2
+        assert get_worker_info() is not None
         return torch.tensor(index * index)
 
 
@@ -20,9 +20,14 @@ def augment(batch):
 
 
 if __name__ == "__main__":
-    for context in ("fork", "spawn"):
-        torch.manual_seed(0)
+    for context, num_workers in (("fork", 2), ("spawn", 1)):
         loader = DataLoader(
-            Squares(), batch_size=4, shuffle=True, num_workers=2, multiprocessing_context=context, collate_fn=augment
+            Squares(),
+            batch_size=4,
+            shuffle=True,
+            num_workers=num_workers,
+            multiprocessing_context=context,
+            collate_fn=augment,
         )
-        print(os.environ["RANK"], context, [batch.tolist() for batch in loader])
+        batches = list(loader)
+        print(f"rank {os.environ['RANK']} {context}: {len(batches)} batches, sum {int(torch.cat(batches).sum())}")
