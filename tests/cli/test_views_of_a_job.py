@@ -122,7 +122,7 @@ def test_status_as_json_is_the_summary(tmp_path: Path) -> None:
 
 def test_a_message_with_terminal_codes_or_markup_does_no_harm(tmp_path: Path) -> None:
     nasty = {"message": "\x1b]0;title\x07[red]x[/nope]", "traceback": "\x1b[2J"}
-    running(tmp_path, restarts=0).fail("a", 1, **nasty).close()
+    JobOnDisk(tmp_path, restarts=0).join("a", host="[/host]").start("a").fail("a", 1, **nasty).close()
     for command in (["status"], ["events"], ["logs", "--failed"]):
         text = said(*command)
         assert "\x1b" not in text and "[red]x[/nope]" in text
@@ -256,7 +256,12 @@ def test_failed_and_follow_exclude_each_other(tmp_path: Path) -> None:
 def process(*arguments: str, stdout: int = subprocess.PIPE) -> Iterator[subprocess.Popen[str]]:
     """A command that runs while the test goes on; over when the block is."""
     child = subprocess.Popen(
-        [*HOLDFAST, *arguments], stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.PIPE, text=True
+        [*HOLDFAST, *arguments],
+        env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         yield child

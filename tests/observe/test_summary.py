@@ -10,7 +10,7 @@ import pytest
 from holdfast.core import events as e
 from holdfast.core.records import Outcome, Strategy
 from holdfast.observe.summary import INCIDENTS_SHOWN_MAX, Summary, summarise
-from observe.scenario import BOOM, START, JobOnDisk, life
+from observe.scenario import BOOM, START, JobOnDisk, hello, life
 
 
 def summary_of(job: JobOnDisk, *, later_s: float = 0.0) -> Summary:
@@ -125,6 +125,23 @@ def test_workers_of_a_node_that_is_gone_are_not_said_to_run(tmp_path: Path) -> N
     lost = job.do(e.NodeSilent(node_id="b", incarnation=life("b"), silent_s=5.0))
     summary = summary_of(lost)
     assert (summary.phase, states(summary)) == ("gathering", [])
+
+
+def test_when_a_job_ends_without_a_node_its_workers_are_unknown(tmp_path: Path) -> None:
+    job = JobOnDisk(tmp_path, nodes=(2, 2), workers=1, restarts=0).join("a").join("b").start("a").start("b")
+    job.do(e.NodeSilent(node_id="b", incarnation=life("b"), silent_s=5.0), job.failed("a", **BOOM))
+    summary = summary_of(job)
+    assert [(n.node_id, n.standing, n.group_rank) for n in summary.nodes] == [("a", "present", 0), ("b", "lost", 1)]
+    assert (summary.phase, states(summary)) == ("finished", ["failed", "unknown"])
+
+
+def test_the_next_life_of_a_node_does_not_inherit_the_place_of_the_last(tmp_path: Path) -> None:
+    job = JobOnDisk(tmp_path, nodes=(2, 2), workers=1).join("a").join("b").start("a").start("b")
+    again = hello("b", job.settings, store_port=0, workers=1)
+    job.do(msgspec.structs.replace(again, incarnation="b.2", dead_lives=(life("b"),)))
+    summary = summary_of(job)
+    assert summary.phase == "serving", "no store is offered, so the next view has to wait"
+    assert [(n.node_id, n.group_rank, len(n.workers)) for n in summary.nodes] == [("a", 0, 1), ("b", None, 0)]
 
 
 def test_the_summary_survives_json(tmp_path: Path) -> None:

@@ -291,6 +291,9 @@ def test_mutual_tls_lets_in_who_has_a_certificate_of_the_ca_only(certificates):
                 with pytest.raises(WireError):
                     await echo.connect(tls=wrong)
             assert echo.connections == 1
+            async with asyncio.timeout(10):
+                while len(echo.strangers) < 3:
+                    await asyncio.sleep(0.01)
 
     run(scenario)
 

@@ -68,6 +68,7 @@ class Agent:
         self._config, self._launcher = config, launcher
         self._incarnation = new_incarnation()
         self._dead_lives: tuple[str, ...] = ()
+        self._refused_by = ""
         self._job_id = config.spec.run_id
         self._stores = StorePorts(config.address)
         self._logs = WorkerLogs(config.logs)
@@ -126,7 +127,10 @@ class Agent:
         )
 
     def obey(self, order: Order) -> None:
-        """Take an order; the newest one counts."""
+        """Take an order; the newest one counts. But a port that a view has taken up is gone even if a newer view
+        comes before this agent has got round to that one."""
+        if isinstance(order, Serve) and order.store_here and self._stores.promise(order.view, order.store_port):
+            self._offer_store()
         self._order = order
         self._order_changed.set()
 
@@ -149,6 +153,7 @@ class Agent:
         link = self._linking = asyncio.create_task(self._join())
         self._beside(self._sample_memory())
         self._beside(self._look_after_master())
+        self._beside(self._mourn_stores())
         orders = asyncio.create_task(self._work())
         try:
             await asyncio.wait({link, orders}, return_when=asyncio.FIRST_COMPLETED)
@@ -229,14 +234,16 @@ class Agent:
         await self._crew.start()
 
     def _open_store(self, order: Serve) -> None:
-        listener = self._stores.take(order.store_port)
+        listener = self._stores.take(order.view)
         if listener is None:
-            log.error(f"view {order.view} asks for a store on port {order.store_port}, which is not on offer here")
+            log.error(f"view {order.view} asks for a store on port {order.store_port}, which was not on offer here")
             return
         self._beside(self._launcher.open_store(order.view, order.store_host, listener))
         if self._store_view:
             self._beside(self._launcher.close_store(self._store_view))
         self._store_view = order.view
+
+    def _offer_store(self) -> None:
         self._report(
             StoreOffered(
                 node_id=self._config.node_id, incarnation=self._incarnation, port=self._stores.offer()
@@ -314,10 +321,16 @@ class Agent:
         elif refusal.retry_after_s is None:
             return Result(EXIT_REFUSED, refusal.why)
         else:
-            log.warning(f"not taken in yet: {refusal.why}")
+            self._say_refusal(refusal)
             await asyncio.sleep(min(refusal.retry_after_s, 1.0) + 0.01)  # as the master said; less, to hear of news
         self._uplink.reconnect()
         return None
+
+    def _say_refusal(self, refusal: Refuse) -> None:
+        """Once for each reason: what changes from try to try is how long there is to wait."""
+        if self._refused_by != refusal.holder:
+            self._refused_by = refusal.holder
+            log.warning(f"not taken in yet: {refusal.why}")
 
     # --- beside
 
@@ -325,6 +338,12 @@ class Agent:
         while True:
             self._memory.sample()
             await asyncio.sleep(MEMORY_SAMPLE_S)  # counters of the kernel: there is no event for them
+
+    async def _mourn_stores(self) -> None:
+        """Workers that have met go on without their store; one that still needs it fails and is restarted."""
+        while True:
+            lost = await self._launcher.stores_lost()
+            log.warning(f"the store of view {', '.join(map(str, sorted(lost)))} is gone: its keeper died")
 
     async def _look_after_master(self) -> None:
         """While the master is away: say so, take it over if it can be had, give up if it never was there."""
@@ -346,7 +365,7 @@ class Agent:
     def _give_up(self, away_s: float) -> None:
         """Running workers train on without a master; an agent with nothing to run has no reason to stay."""
         done = self._crew is not None and self._crew.succeeded == self._config.workers
-        if self._crew is not None and not done:
+        if self._crew is not None and self._crew.running:
             return
         why = f"the master at {self._uplink.trouble or 'its address'} could not be reached for {away_s:.0f} s"
         code, outcome = (0, Outcome.SUCCEEDED) if done else (EXIT_NO_MASTER, Outcome.FAILED)

@@ -67,9 +67,9 @@ class Crew:
         return self._order.view
 
     @property
-    def pids(self) -> set[int]:
-        """Its processes."""
-        return {worker.child.pid for worker in self._workers}
+    def running(self) -> bool:
+        """Whether any of its workers is."""
+        return any(not worker.child.ended for worker in self._workers)
 
     async def start(self) -> None:
         """Start all workers. One that cannot be started is reported like one that failed."""

@@ -13,28 +13,41 @@ BACKLOG_CONNECTIONS = 4_096
 
 
 class StorePorts:
-    """The sockets on offer: one at a time."""
+    """One port on offer at a time, and those that views have taken up but whose stores are not open yet."""
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self._offered: dict[int, socket.socket] = {}
+        self._offered: socket.socket | None = None
+        self._promised: dict[int, socket.socket] = {}
 
     def offer(self) -> int:
-        """A port of ours that nobody uses yet."""
-        if not self._offered:
-            listener = _listen(self.address)
-            self._offered[listener.getsockname()[1]] = listener
-        return next(iter(self._offered))
+        """A port of ours that no view has taken up."""
+        if self._offered is None:
+            self._offered = _listen(self.address)
+        return int(self._offered.getsockname()[1])
 
-    def take(self, port: int) -> socket.socket | None:
-        """The socket behind an offered port, which is then no longer on offer."""
-        return self._offered.pop(port, None)
+    def promise(self, view: int, port: int) -> bool:
+        """A view has taken the port up, whether or not this agent will get round to that view: another one must be
+        offered. False if nothing changed, as the news is old."""
+        if self._offered is None or self._offered.getsockname()[1] != port:
+            return False
+        self._promised[view], self._offered = self._offered, None
+        return True
+
+    def take(self, view: int) -> socket.socket | None:
+        """The socket of a view's store. Those promised to views before it will not be needed."""
+        listener = self._promised.pop(view, None)
+        for earlier in [number for number in self._promised if number < view]:
+            self._promised.pop(earlier).close()
+        return listener
 
     def close(self) -> None:
         """Give all of them up."""
-        for listener in self._offered.values():
-            listener.close()
-        self._offered.clear()
+        for listener in [self._offered, *self._promised.values()]:
+            if listener is not None:
+                listener.close()
+        self._offered = None
+        self._promised.clear()
 
 
 def _listen(address: str) -> socket.socket:

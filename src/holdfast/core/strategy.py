@@ -71,11 +71,14 @@ def choose(job: Job) -> Choice:
 
 
 def members_gone(job: Job) -> list[tuple[str, bool]]:
-    """Members of the view that are no longer there or are going: what happened, and whether by request."""
+    """Members of the view that are no longer there or are going: what happened, and whether by request. A node whose
+    workers have all succeeded has done its part: it may go without costing the others anything."""
     assert job.view is not None
     gone: list[tuple[str, bool]] = []
     for member in job.view.members:
         node = job.nodes.get(member.node_id)
+        if all((member.node_id, local_rank) in job.done for local_rank in range(member.workers)):
+            continue
         if node is None or node.incarnation != member.incarnation:
             gone.append((f"node {member.node_id} was replaced by its next life", False))
         elif isinstance(node.standing, Draining):

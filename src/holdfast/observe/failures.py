@@ -41,7 +41,7 @@ def failures_by_view(entries: Iterable[Entry], *, view: int | None, rank: int | 
     lost = [entry.record.failure for entry in entries if isinstance(entry.record, WorkerLost)]
     chosen = [f for f in lost if view in (None, f.view) and rank in (None, f.rank)]
     numbers = sorted({failure.view for failure in chosen}, reverse=True)
-    return [_of_view(number, [f for f in chosen if f.view == number], fold=rank is None) for number in numbers]
+    return [_of_view(number, [f for f in chosen if f.view == number]) for number in numbers]
 
 
 def rows(failures: ViewFailures) -> list[FailureRow]:
@@ -49,10 +49,10 @@ def rows(failures: ViewFailures) -> list[FailureRow]:
     return [_row(failure, index == 0) for index, failure in enumerate(failures.shown + failures.folded)]
 
 
-def _of_view(number: int, failures: list[Failure], *, fold: bool) -> ViewFailures:
+def _of_view(number: int, failures: list[Failure]) -> ViewFailures:
     cause = root_cause(failures)
     rest = sorted((f for f in failures if f is not cause), key=lambda f: (f.failed_at, f.rank))
-    folded = tuple(f for f in rest if is_collateral(f)) if fold else ()
+    folded = tuple(f for f in rest if is_collateral(f))
     shown = [f for f in rest if f not in folded]
     return ViewFailures(number, (*([cause] if cause else []), *shown), folded)
 

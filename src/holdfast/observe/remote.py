@@ -111,16 +111,16 @@ class MasterSource:
                 await asyncio.sleep(RECONNECT_PAUSE_S)
 
     def _fresh(self, page: object, seen: int) -> list[Entry]:
-        """The page's records that we do not have yet, each with its number."""
+        """The page's records, each with its number. They must go on exactly where the last page ended."""
         if not isinstance(page, Page):
             raise WireError(f"the master at {self.address} sent something that is not for watchers")
         first = page.last_seq - len(page.records) + 1
-        if page.last_seq < seen or first > seen + 1:
+        if first != seen + 1:
             raise JournalError(
-                f"the master at {self.address} has another journal than before: it sent records {first} to"
-                f" {page.last_seq} when {seen} had been read"
+                f"the master at {self.address} has another journal than before: it goes on with record {first}, though"
+                f" {seen} had been read"
             )
-        return [Entry(seq, self._decode(seq, body)) for seq, body in enumerate(page.records, first) if seq > seen]
+        return [Entry(seq, self._decode(seq, body)) for seq, body in enumerate(page.records, first)]
 
     def _decode(self, seq: int, body: str) -> DurableRecord:
         try:

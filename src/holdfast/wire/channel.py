@@ -228,6 +228,7 @@ class Server:
 
     async def _serve(self, _requests: Any, context: Any) -> None:
         peer = guest_name(context.peer())
+        self._gate.vouch(peer)
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 connection = await self._handshake(context, peer)

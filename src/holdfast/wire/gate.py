@@ -31,6 +31,7 @@ class Gate:
         self._opening = TLS_HANDSHAKE if tls else HTTP2_PREFACE
         self._listener: asyncio.Server | None = None
         self._guests: set[_Guest] = set()
+        self._vouched: set[str] = set()
 
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port. OSError if the address cannot be had."""
@@ -39,9 +40,19 @@ class Gate:
         return int(self._listener.sockets[0].getsockname()[1])
 
     def _guest(self) -> _Guest:
-        guest = _Guest(self._inner_path, self._opening, self._stranger, self._guests.discard)
+        guest = _Guest(self._inner_path, self._opening, self._stranger, self._gone)
         self._guests.add(guest)
         return guest
+
+    def vouch(self, peer: str) -> None:
+        """gRPC has heard a call of this guest: from now on it is the channel's to judge."""
+        self._vouched.add(peer)
+
+    def _gone(self, guest: _Guest) -> None:
+        self._guests.discard(guest)
+        if guest.admitted and guest.peer not in self._vouched:
+            self._stranger(guest.peer, "it left before it called: a certificate that does not fit, or no agent at all")
+        self._vouched.discard(guest.peer)
 
     def stop(self) -> None:
         """Close the door, and show everyone out."""
@@ -89,12 +100,12 @@ class _Guest(_Half):
         self._heard = b""
         self._admission: asyncio.Task[None] | None = None
         self._patience: asyncio.TimerHandle | None = None
-        self._peer = "unknown"
+        self.peer = "unknown"
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         address = transport.get_extra_info("peername") or ("unknown", 0)
-        self._peer = f"{address[0]}:{address[1]}"
+        self.peer = f"{address[0]}:{address[1]}"
         loop = asyncio.get_running_loop()
         self._patience = loop.call_later(OPENING_TIMEOUT_S, self._turn_away, "it said nothing we understand in time")
 
@@ -116,7 +127,7 @@ class _Guest(_Half):
         if self._patience is not None:
             self._patience.cancel()
         private = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        private.bind(f"\0holdfast/{self._peer}/{os.getpid()}-{private.fileno()}")
+        private.bind(f"\0holdfast/{self.peer}/{os.getpid()}-{private.fileno()}")
         loop = asyncio.get_running_loop()
         try:
             await loop.sock_connect(private, self._inner_path)
@@ -134,8 +145,13 @@ class _Guest(_Half):
         else:
             self.transport.resume_reading()
 
+    @property
+    def admitted(self) -> bool:
+        """Whether it was passed on to gRPC."""
+        return self.other is not None
+
     def _turn_away(self, why: str) -> None:
-        self._stranger(self._peer, why)
+        self._stranger(self.peer, why)
         if self.transport is not None:
             self.transport.write(ANSWER)
         self.leave()
