@@ -416,6 +416,16 @@ def test_a_node_that_comes_back_finds_its_rank() -> None:
     assert world.members == ["a", "b", "c"]
 
 
+def test_a_node_whose_workers_have_all_succeeded_may_go_without_a_restart() -> None:
+    world = World(nodes=(1, 2)).run("a", "b")
+    world.do(world.succeeded("a"))
+    world.do(world.broke("a"))
+    world.wait(0.3)
+    assert world.serving and world.view_number == 1 and world.job.incident is None
+    world.do(world.succeeded("b"))
+    assert world.finished and world.finished.outcome is r.Outcome.SUCCEEDED
+
+
 def test_no_growth_once_a_worker_has_finished() -> None:
     world = World(nodes=(1, 3), workers=2).run("a", "b")
     world.do(world.succeeded("a", 0))

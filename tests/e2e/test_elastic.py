@@ -124,7 +124,9 @@ def test_a_wait_for_nodes_that_runs_out_has_an_exit_code_of_its_own(tmp_path: Pa
 
 def test_a_node_too_many_stands_by_and_replaces_one_that_is_lost(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, "2")
-    first, second = fleet.join("first"), fleet.join("second")
+    first = fleet.join("first")
+    fleet.wait_for_node("first")
+    second = fleet.join("second")
     fleet.wait_for_members("first", "second")
     spare = fleet.join("spare")
     fleet.wait_for_node("spare")
@@ -166,9 +168,11 @@ def test_a_node_that_leaves_or_dies_is_missed_for_a_moment_only(tmp_path: Path) 
     assert fleet.journal.job().restarts_used == 0
 
 
-def test_the_first_of_two_nodes_can_leave_and_the_other_keeps_its_rank_if_it_can(tmp_path: Path) -> None:
+def test_a_node_in_the_middle_can_leave_and_the_others_keep_their_ranks_if_they_can(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, "2:3", "--settle", "0.1")
-    first, second = fleet.join("first"), fleet.join("second")
+    first = fleet.join("first")  # who comes first has the master, and would stay for it
+    fleet.wait_for_node("first")
+    second = fleet.join("second")
     before = fleet.wait_for_members("first", "second")
     third = fleet.join("third")
     fleet.wait_for_members("first", "second", "third")
@@ -182,7 +186,9 @@ def test_the_first_of_two_nodes_can_leave_and_the_other_keeps_its_rank_if_it_can
 
 def test_a_job_below_its_minimum_stops_its_workers_and_waits(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, "2", "--rdzv-conf", f"join_timeout={LONG}")
-    first, second = fleet.join("first"), fleet.join("second")
+    first = fleet.join("first")
+    fleet.wait_for_node("first")
+    second = fleet.join("second")
     fleet.wait_for_members("first", "second")
     survivors = fleet.pids_of("first")
     second.kill()

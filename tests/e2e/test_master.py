@@ -94,6 +94,7 @@ def test_a_master_killed_again_and_again_before_it_can_do_anything_loses_nothing
 def test_a_master_killed_while_nodes_are_awaited_goes_on_waiting(tmp_path: Path) -> None:
     job = Place(tmp_path)
     flags = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
+    flags += ("--rdzv-id", "awaited")
     first = job.start("--node-id", "first", *flags, *SPAWN, STEPS)
     job.journal.wait_for(NodeJoined)
     kill_master(first)

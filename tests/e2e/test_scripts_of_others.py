@@ -14,11 +14,14 @@ TWO = ("forkserver", "spawn")
 
 
 def run(job: Place, *args: str, method: str = "") -> list[str]:
-    """What the script printed, line by line, in no order: the workers' own is chance. torchrun without a method."""
-    words = [*FLAGS, *(("--start-method", method) if method else ()), *args]
+    """What the workers printed, rank by rank. Under torchrun, if no method is given."""
+    logs = job.directory / "logs"
+    words = [*FLAGS, "-r", "3", "--log-dir", str(logs), *(("--start-method", method) if method else ()), *args]
     agent = job.start(*words, cwd=OTHERS) if method else job.torchrun(*words, cwd=OTHERS)
     assert agent.wait() == 0, agent.stderr
-    return sorted(agent.stdout.splitlines())
+    files = sorted(logs.glob("*/attempt_0/*/stdout.log"))
+    assert len(files) == 2
+    return [line for file in files for line in file.read_text().splitlines()]
 
 
 @pytest.mark.parametrize(

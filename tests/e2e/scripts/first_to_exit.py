@@ -1,25 +1,28 @@
-"""The victim is gone before the culprit: rank 1 raises and then takes its time, rank 0 breaks at once because of it."""
+"""The victim is gone before the culprit: rank 1 raises and takes its time to end, rank 0 breaks at once because of it."""
 
 import os
 import time
 from pathlib import Path
 
 work = Path(os.environ["WORK"])
-broken, rank0_ended = work / "broken", work / "rank0-ended"
+broken, victim = work / "broken", work / "victim"
 
 
-def wait_for_file(path: Path) -> None:
-    while not path.exists():
+def wait_for(condition) -> None:
+    while not condition():
         time.sleep(0.01)
 
 
 if os.environ["RANK"] == "0":
-    wait_for_file(broken)
-    rank0_ended.touch()
+    draft = work / "draft"
+    draft.write_text(str(os.getpid()))
+    draft.rename(victim)
+    wait_for(broken.exists)
     raise ConnectionResetError("Connection reset by peer")
 
+wait_for(victim.exists)
 try:
     raise KeyError("the culprit")
 finally:
     broken.touch()
-    wait_for_file(rank0_ended)
+    wait_for(lambda: not Path("/proc", victim.read_text()).exists())  # ended, and noticed
