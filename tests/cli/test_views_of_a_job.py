@@ -128,6 +128,14 @@ def test_a_message_with_terminal_codes_or_markup_does_no_harm(tmp_path: Path) ->
         assert "\x1b" not in text and "[red]x[/nope]" in text
 
 
+def test_looking_at_a_journal_imports_neither_grpc_nor_torch(tmp_path: Path) -> None:
+    running(tmp_path).close()
+    script = "import sys; from holdfast.cli.app import run_app; run_app(['status']); run_app(['logs'])"
+    script += "; print(sorted({'grpc', 'torch'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
 # --- which job
 
 
@@ -311,7 +319,7 @@ def test_status_watch_on_a_terminal_follows_the_job_to_its_end(tmp_path: Path) -
     try:
         with process("status", "--watch", stdout=child_side) as child:
             os.close(child_side)
-            screen_until(terminal, "gathering for")
+            assert "\x1b[?25l" in screen_until(terminal, "gathering for"), "one page, drawn over again: no cursor"
             job.join("a").start("a")
             screen_until(terminal, "2 running")
             job.succeed("a")
@@ -323,10 +331,11 @@ def test_status_watch_on_a_terminal_follows_the_job_to_its_end(tmp_path: Path) -
         os.close(terminal)
 
 
-def screen_until(terminal: int, wanted: str) -> None:
+def screen_until(terminal: int, wanted: str) -> str:
     text = ""
     while wanted not in text:
         text += read_some(terminal, wait_s=60)
+    return text
 
 
 def read_some(terminal: int, wait_s: float = 0.01) -> str:

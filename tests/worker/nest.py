@@ -17,8 +17,8 @@ from holdfast.agent.launcher import Child, Launcher
 from holdfast.wire.local import Mode, ScriptKind
 
 DEADLINE_S = 20.0
-# Absolute, because workers run in directories of their own.
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(holdfast.__file__).parents[1])}
+# An absolute path, because workers run in directories of their own; one thread, as torchrun gives to each of several.
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(holdfast.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
 T = TypeVar("T")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import json
 import os
@@ -206,6 +207,17 @@ def test_libraries_use_as_many_threads_as_the_worker_was_given(
     ours = warm.run(["script.py"], tmp_path, env=environment)
     assert ours == run_python(["script.py"], tmp_path, environment)
     assert ours.stdout.startswith(f"{torch_threads} ")
+
+
+def test_threads_started_for_a_worker_do_not_get_in_the_way_of_its_birth(warm: Nest, tmp_path: Path) -> None:
+    """A thread that is there too early takes the signal for which a newborn waits."""
+    write(tmp_path / "script.py", "import os; os._exit(0)")
+    given = {**ENVIRONMENT, "OMP_NUM_THREADS": "2"}
+
+    async def start_many() -> list[Result]:
+        return await asyncio.gather(*[warm.run_async(["script.py"], tmp_path, env=given) for _ in range(20)])
+
+    assert {result.code for result in warm.do(start_many())} == {0}
 
 
 def error_file_of(nest: Nest, directory: Path, script: str) -> Any:

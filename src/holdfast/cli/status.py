@@ -69,9 +69,15 @@ TokenFile = Annotated[
         "--token-file", metavar="FILE", envvar="HOLDFAST_TOKEN_FILE", help="The job's secret; or HOLDFAST_TOKEN."
     ),
 ]
-TlsCert = Annotated[str, typer.Option("--tls-cert", metavar="FILE", envvar="HOLDFAST_TLS_CERT")]
-TlsKey = Annotated[str, typer.Option("--tls-key", metavar="FILE", envvar="HOLDFAST_TLS_KEY")]
-TlsCa = Annotated[str, typer.Option("--tls-ca", metavar="FILE", envvar="HOLDFAST_TLS_CA")]
+TlsCert = Annotated[
+    str, typer.Option("--tls-cert", metavar="FILE", envvar="HOLDFAST_TLS_CERT", help="As given to `holdfast run`.")
+]
+TlsKey = Annotated[
+    str, typer.Option("--tls-key", metavar="FILE", envvar="HOLDFAST_TLS_KEY", help="The certificate's key.")
+]
+TlsCa = Annotated[
+    str, typer.Option("--tls-ca", metavar="FILE", envvar="HOLDFAST_TLS_CA", help="The root of the certificates.")
+]
 
 STATE_DIR_DEFAULT = Path("~/.holdfast")
 

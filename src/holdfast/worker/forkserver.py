@@ -38,7 +38,7 @@ from collections.abc import Callable
 import msgspec
 
 from holdfast.wire.local import FrameReader, KeepStores, ServerRequest, StartExec, StartPython, send
-from holdfast.worker import newborn, numa, script
+from holdfast.worker import like_new, newborn, numa, script
 from holdfast.worker.preload import preload, why_no_fork
 from holdfast.worker.program import become_program
 from holdfast.worker.storekeeper import StoreKeeper
@@ -53,6 +53,7 @@ class ForkServer:
     def __init__(self, control: socket.socket, agent_pid: int) -> None:
         self._control = control
         self._agent_pid = agent_pid
+        self._openmp = os.environ.get(like_new.OPENMP_VARIABLE)
         # What preloaded modules hold open is theirs: closed behind their back, the number would return as another file.
         self._preloaded_descriptors = newborn.open_descriptors() - {control.fileno()}
 
@@ -118,7 +119,7 @@ class ForkServer:
             newborn.report_failure(pipe, request.request_id, os.getpid(), problem)
             os._exit(0)
         newborn.announce(pipe, request.request_id)
-        return lambda: live(request)
+        return lambda: live(request, self._openmp)
 
     def _become_keeper(self, request: KeepStores, descriptors: list[int], intermediate_pid: int) -> Life:
         """It goes on ignoring signals, as the server does: it belongs to the agent alone."""
@@ -132,12 +133,13 @@ class ForkServer:
         return lambda: keep_stores(control)
 
 
-def live(request: StartPython | StartExec) -> None:
+def live(request: StartPython | StartExec, openmp_of_server: str | None) -> None:
     """A worker's whole life."""
     numa.bind(request.numa_binding, request.local_rank)
     if isinstance(request, StartExec):
         become_program(request.argv)
     else:
+        like_new.set_threads(openmp_of_server)
         script.run(request.kind, [os.fsdecode(argument) for argument in request.argv])
 
 

@@ -10,9 +10,10 @@ import ctypes
 import gc
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+OPENMP_VARIABLE = "OMP_NUM_THREADS"
 
 _OPENBLAS_SETTERS = (
     "scipy_openblas_set_num_threads64_",
@@ -22,7 +23,7 @@ _OPENBLAS_SETTERS = (
 )
 
 
-def forget(server_environment: Mapping[str, str]) -> None:
+def forget() -> None:
     """Called in the newborn, in its own environment and directory."""
     gc.enable()
     reseed()
@@ -30,7 +31,11 @@ def forget(server_environment: Mapping[str, str]) -> None:
     tempfile: Any = sys.modules.get("tempfile")
     if tempfile is not None:
         tempfile.tempdir = None  # chosen by the server's TMPDIR
-    set_torch_threads(server_environment)
+
+
+def set_threads(openmp_of_server: str | None) -> None:
+    """May start threads, so the newborn must have grown up: it comes last (see newborn.leave_home)."""
+    set_torch_threads(openmp_of_server)
     set_openblas_threads()
 
 
@@ -49,16 +54,15 @@ def forget_the_server_in_multiprocessing() -> None:
         process.current_process().authkey = os.urandom(32)
 
 
-def set_torch_threads(server_environment: Mapping[str, str]) -> None:
-    """OpenMP read OMP_NUM_THREADS when the server loaded it."""
-    name = "OMP_NUM_THREADS"
-    if "torch" in sys.modules and os.environ.get(name) != server_environment.get(name):
-        sys.modules["torch"].set_num_threads(threads_wanted(name))
+def set_torch_threads(openmp_of_server: str | None) -> None:
+    """OpenMP read its variable when the server loaded it."""
+    if "torch" in sys.modules and os.environ.get(OPENMP_VARIABLE) != openmp_of_server:
+        sys.modules["torch"].set_num_threads(threads_wanted(OPENMP_VARIABLE))
 
 
 def set_openblas_threads() -> None:
     """NumPy's OpenBLAS was held at one thread in the server, whatever the environment said (see preload)."""
-    wanted = threads_wanted("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
+    wanted = threads_wanted("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", OPENMP_VARIABLE)
     if wanted == 1 or "numpy" not in sys.modules:
         return
     for line in Path("/proc/self/maps").read_text().splitlines():

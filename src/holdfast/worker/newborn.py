@@ -23,6 +23,8 @@ from holdfast.worker.title import set_title
 
 REASON_CHARS_MAX = 1000  # so that a report is one atomic write to a pipe
 ORPHAN_EXIT_CODE = 75
+# The signal comes at once; this is for the day on which it does not.
+PARENT_CHECK_S = 0.05
 
 _PR_SET_PDEATHSIG = 1
 # Told to us by the kernel when the intermediate has died; ignored by default, should one come late.
@@ -52,11 +54,12 @@ def announce(pipe: int, request_id: int) -> None:
 
 
 def leave_home(intermediate_pid: int, agent_pid: int) -> None:
-    """Waits to be the agent's child, and makes sure not to outlive it."""
+    """Waits to be the agent's child, and makes sure not to outlive it. No other thread may have been started by now:
+    it would be given the signal in our place, and lose it."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {_PARENT_DIED})
     _libc.prctl(_PR_SET_PDEATHSIG, _PARENT_DIED)
-    if os.getppid() == intermediate_pid:
-        signal.sigwait({_PARENT_DIED})
+    while os.getppid() == intermediate_pid:
+        signal.sigtimedwait({_PARENT_DIED}, PARENT_CHECK_S)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {_PARENT_DIED})
     die_with(agent_pid)
 
@@ -101,10 +104,9 @@ def is_open(descriptor: int) -> bool:
 
 def settle(request: Start, for_exec: bool) -> None:
     """Raises OSError where the environment or the directory cannot be had."""
-    server_environment = dict(os.environ)
     os.environ.clear()
     os.environb.update(request.env)
     os.chdir(request.cwd)
     if not for_exec:
-        like_new.forget(server_environment)
+        like_new.forget()
         set_title([os.fsencode(sys.executable), b"-u", *request.argv])
