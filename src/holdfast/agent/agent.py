@@ -25,11 +25,11 @@ import structlog
 from holdfast.agent.config import AgentConfig
 from holdfast.agent.crew import Crew
 from holdfast.agent.identity import boot_id, machine_id, new_incarnation, saw_dead
-from holdfast.agent.keeper import EXIT_JOURNAL, MasterFailedError, MasterKeeper
 from holdfast.agent.launcher import Launcher
 from holdfast.agent.logs import WorkerLogs
+from holdfast.agent.master_keeper import EXIT_JOURNAL, MasterFailedError, MasterKeeper
 from holdfast.agent.memory import MemoryWatch
-from holdfast.agent.ports import StorePorts
+from holdfast.agent.store_ports import StorePorts
 from holdfast.agent.uplink import Uplink
 from holdfast.core.events import Event, Hello, NodeGone, NodeInfo, NodeLeaving, StoreOffered
 from holdfast.core.faults import Failure

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence, Set
 import structlog
 
 from holdfast.agent.child import Child
-from holdfast.agent.link import ReportPipe
+from holdfast.agent.local_link import ReportPipe
 from holdfast.agent.server_process import ServerProcess
 from holdfast.errors import LaunchError, WireError
 from holdfast.wire.local import Mode, NotStarted, Ready, Report, ServerRequest, Started

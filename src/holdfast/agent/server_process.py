@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from holdfast.agent.child import Child
-from holdfast.agent.link import Link
+from holdfast.agent.local_link import Link
 from holdfast.wire.local import Mode, Ready
 
 STDERR_LINES_MAX = 20

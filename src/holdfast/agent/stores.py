@@ -13,7 +13,7 @@ import socket
 import msgspec
 
 from holdfast.agent.child import Child
-from holdfast.agent.link import Link
+from holdfast.agent.local_link import Link
 from holdfast.agent.nursery import Nursery
 from holdfast.errors import LaunchError
 from holdfast.wire.local import (

@@ -2,7 +2,7 @@
 
 import socket
 
-from holdfast.agent.ports import StorePorts
+from holdfast.agent.store_ports import StorePorts
 
 
 def reachable(port):
