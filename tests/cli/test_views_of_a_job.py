@@ -21,6 +21,9 @@ import pytest
 from typer.testing import CliRunner
 
 from holdfast.cli.app import build_app
+from holdfast.cli.events import EventLine
+from holdfast.cli.logs import LogLine
+from holdfast.cli.run_flag_table import FLAGS
 from holdfast.core.records import DurableRecord
 from holdfast.core.sentences import sentence
 from holdfast.errors import HoldfastError, UsageError
@@ -451,3 +454,21 @@ def test_a_certificate_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatc
     flags = ["--tls-cert", "/nowhere.crt", "--tls-key", "/nowhere.key"]
     with pytest.raises(HoldfastError, match=r"cannot read /nowhere\.crt"):
         ran("events", "--endpoint", "127.0.0.1:1", *flags)
+
+
+# --- docs/observing.md
+
+
+def test_the_json_in_the_guide_has_the_shapes_that_are_printed() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "observing.md").read_text()
+    blocks = re.findall(r"```json\n(.*?)\n```", guide, re.DOTALL)
+    for block, shape in zip(blocks, (Summary, EventLine, LogLine, FailureRow), strict=True):
+        assert json.loads(msgspec.json.encode(msgspec.json.decode(block, type=shape))) == json.loads(block)
+
+
+def test_every_flag_in_the_guide_exists() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "observing.md").read_text()
+    of_run = {flag.name for flag in FLAGS}
+    known = "".join(said(command, "--help") for command in ("status", "events", "logs"))
+    for flag in set(re.findall(r"--[a-z][a-z-]+", guide)) - of_run:
+        assert flag in known, flag

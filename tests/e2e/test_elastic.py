@@ -168,6 +168,25 @@ def test_a_node_that_leaves_or_dies_is_missed_for_a_moment_only(tmp_path: Path) 
     assert fleet.journal.job().restarts_used == 0
 
 
+def test_a_node_that_stood_still_is_given_up_and_comes_back_at_once_when_it_runs_again(tmp_path: Path) -> None:
+    """It may have been alive behind a cut, so its id is guarded; but it knows itself that its old life is over."""
+    times = ("--heartbeat-interval", "0.2", "--silence-timeout", "1", "--guard-window", LONG)
+    fleet = Fleet(tmp_path, "1:2", "--settle", "0.1", *times)
+    host = fleet.join("host")
+    fleet.wait_for_members("host")
+    sleeper = fleet.join("sleeper")
+    fleet.wait_for_members("host", "sleeper")
+    ghosts = fleet.pids_of("sleeper")
+    sleeper.send(signal.SIGSTOP)
+    assert fleet.wait_for_members("host") == {"host": 0}
+    sleeper.send(signal.SIGCONT)
+    fleet.wait_for_members("host", "sleeper")
+    wait_until_gone(*ghosts)
+    fleet.finish()
+    assert ends(host, sleeper) == [0, 0]
+    assert [(lost.node_id, lost.certain) for lost in fleet.journal.of(NodeLost)] == [("sleeper", False)]
+
+
 def test_a_node_in_the_middle_can_leave_and_the_others_keep_their_ranks_if_they_can(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, "2:3", "--settle", "0.1")
     first = fleet.join("first")  # who comes first has the master, and would stay for it

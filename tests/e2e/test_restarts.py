@@ -7,7 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from e2e.jobs import DEADLINE_S, SCRIPTS, SPAWN, STEPS, Place, free_port, kill9, wait_for, wait_until_gone
+from e2e.jobs import (
+    DEADLINE_S,
+    SCRIPTS,
+    SPAWN,
+    STEPS,
+    Place,
+    free_port,
+    kill9,
+    marked_processes,
+    wait_until_gone,
+)
 from holdfast.core.records import (
     IncidentClosed,
     IncidentDecided,
@@ -136,12 +146,31 @@ def test_real_training_starts_again_after_a_kill_and_ends_well(tmp_path: Path, v
     job = Place(tmp_path)
     agent = job.start("--standalone", "--nproc-per-node", "2", "--max-restarts", "1", str(SCRIPTS / "trains.py"))
     first = job.journal.wait_for_workers(2, view=1)
-    wait_for(lambda: len(job.ledger("step")) > 4, what="training")
+    job.wait_for_steps(*first.values())
     kill9(first[victim])
-    job.journal.wait_for_workers(2, view=2)
-    wait_for(lambda: len([line for line in job.ledger("step") if line.view == 2]) > 4, what="training in view 2")
+    second = job.journal.wait_for_workers(2, view=2)
+    job.wait_for_steps(*second.values())
     job.finish()
     assert agent.wait(DEADLINE_S) == 0
     receipt = job.journal.of(IncidentClosed)[0]
     assert f"rank {victim} " in receipt.cause and "SIGKILL" in receipt.cause
     assert len(job.journal.of(NodeStarted)) == 2
+
+
+@pytest.mark.parametrize("helper", ["fork server", "store keeper"])
+def test_a_helper_process_that_is_killed_costs_no_worker_and_the_next_restart_nothing(tmp_path: Path, helper: str) -> None:
+    job = Place(tmp_path)
+    agent = job.start("--standalone", "--nproc-per-node", "2", "--max-restarts", "1", str(SCRIPTS / "trains.py"))
+    first = job.journal.wait_for_workers(2, view=1)
+    job.wait_for_steps(*first.values())
+    (victim,) = [process.pid for process in marked_processes() if process.arguments == [f"holdfast: {helper}"]]
+    kill9(victim)
+    wait_until_gone(victim)
+    job.wait_for_steps(*first.values())
+    assert job.journal.pids() == first
+    kill9(first[1])
+    second = job.journal.wait_for_workers(2, view=2)
+    job.wait_for_steps(*second.values())
+    job.finish()
+    assert agent.wait() == 0
+    assert not set(first.values()) & set(second.values())

@@ -6,7 +6,7 @@
     summary   the job on one page                       nodes     its nodes and workers
     failures  what went wrong, the cause first
     outputs   where each worker's output is             tail      lines of a file that still grows
-    lines     the workers' output, over restarts
+    lines     the workers' output, over restarts        words     durations, moments, harmless texts
 
 Nothing here changes a job, and nothing here knows of terminals: that is cli's part.
 """

@@ -1,4 +1,4 @@
-"""The victim is gone before the culprit: rank 1 raises and takes its time to end, rank 0 breaks at once because of it."""
+"""The victim is gone before the culprit: rank 1 raises and is slow to end, rank 0 breaks at once because of it."""
 
 import os
 import time
