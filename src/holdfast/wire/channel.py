@@ -46,7 +46,19 @@ _OPTIONS = [
     ("grpc.max_send_message_length", FRAME_BYTES_MAX),
     ("grpc.http2.bdp_probe", 0),  # a ping for every few messages, to tune windows that ours never fill
 ]
-_CLIENT_OPTIONS = [*_OPTIONS, ("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
+_CLIENT_OPTIONS = [
+    *_OPTIONS,
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),
+    # For watchers, who have nothing to say: a master whose machine lost power is noticed all the same.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+]
+_SERVER_OPTIONS = [
+    *_OPTIONS,
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_ping_strikes", 0),
+]
 
 # Made once: a decoder of such unions takes a while to make, and a thousand agents may connect at once.
 _encoder = msgspec.msgpack.Encoder()
@@ -197,7 +209,7 @@ class Server:
 
     def __init__(self, *, token: str, tls: Tls | None, handler: Handler, stranger: Stranger) -> None:
         self._token, self._tls, self._handler, self._stranger = token, tls, handler, stranger
-        self._server = grpc.aio.server(options=_OPTIONS)
+        self._server = grpc.aio.server(options=_SERVER_OPTIONS)
         self._server.add_generic_rpc_handlers((_Methods(self._serve, stranger),))
         self._inner_name = f"holdfast-{os.getpid()}-{secrets.token_hex(8)}"
         self._gate = Gate(f"\0{self._inner_name}", tls=tls is not None, stranger=stranger)
@@ -223,6 +235,7 @@ class Server:
 
     async def stop(self, grace_s: float) -> None:
         """End all connections; those that are about to end by themselves have a moment to."""
+        self._gate.close_door()
         await self._server.stop(grace=grace_s)
         self._gate.stop()
 

@@ -32,6 +32,7 @@ class Gate:
         self._listener: asyncio.Server | None = None
         self._guests: set[_Guest] = set()
         self._vouched: set[str] = set()
+        self._closed = False
 
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port. OSError if the address cannot be had."""
@@ -40,9 +41,13 @@ class Gate:
         return int(self._listener.sockets[0].getsockname()[1])
 
     def _guest(self) -> _Guest:
-        guest = _Guest(self._inner_path, self._opening, self._stranger, self._gone)
+        guest = _Guest(self._inner_path, self._opening, self._stranger, self._came, self._gone)
         self._guests.add(guest)
         return guest
+
+    def _came(self, guest: _Guest) -> None:
+        if self._closed:  # it was accepted before the door closed, and comes in only now
+            guest.leave()
 
     def vouch(self, peer: str) -> None:
         """gRPC has heard a call of this guest: from now on it is the channel's to judge."""
@@ -54,10 +59,15 @@ class Gate:
             self._stranger(guest.peer, "it left before it called: a certificate that does not fit, or no agent at all")
         self._vouched.discard(guest.peer)
 
-    def stop(self) -> None:
-        """Close the door, and show everyone out."""
+    def close_door(self) -> None:
+        """Let nobody in any more."""
+        self._closed = True
         if self._listener is not None:
             self._listener.close()
+
+    def stop(self) -> None:
+        """Close the door, and show everyone out."""
+        self.close_door()
         for guest in list(self._guests):
             guest.leave()
 
@@ -94,9 +104,15 @@ class _Guest(_Half):
     """The public side. Says nothing to gRPC until the opening is right."""
 
     def __init__(
-        self, inner_path: str, opening: bytes, stranger: Stranger, gone: Callable[[_Guest], None]
+        self,
+        inner_path: str,
+        opening: bytes,
+        stranger: Stranger,
+        came: Callable[[_Guest], None],
+        gone: Callable[[_Guest], None],
     ) -> None:
-        self._inner_path, self._opening, self._stranger, self._gone = inner_path, opening, stranger, gone
+        self._inner_path, self._opening, self._stranger = inner_path, opening, stranger
+        self._came, self._gone = came, gone
         self._heard = b""
         self._admission: asyncio.Task[None] | None = None
         self._patience: asyncio.TimerHandle | None = None
@@ -108,6 +124,7 @@ class _Guest(_Half):
         self.peer = f"{address[0]}:{address[1]}"
         loop = asyncio.get_running_loop()
         self._patience = loop.call_later(OPENING_TIMEOUT_S, self._turn_away, "it said nothing we understand in time")
+        self._came(self)
 
     def data_received(self, data: bytes) -> None:
         if self.other is not None:
