@@ -69,6 +69,10 @@ class Fleets:
             self._pipes.append(ours)
             self._processes.append(process)
 
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
     def tell(self, command: str, total: int = 0) -> float:
         """Give all fleets the command, with their shares of the total; how long until the last of them was done."""
         began_at = time.time()
@@ -98,10 +102,11 @@ def many_agents(options: argparse.Namespace, directory: Path) -> Iterator[Findin
         fleets = Fleets(options, port, token)
         fleets.tell("ready")
         tenth = max(options.agents // 10, 1)
-        with used(master_pid) as use:
+        with used(master_pid) as use, used(*fleets.pids) as agents_use:
             joined_s = fleets.tell("join")
         yield Finding(f"{options.agents} agents join: view served to all", joined_s, "s", goal=2.0)
         yield Finding("… the master's processor time for it", use(), "s")
+        yield Finding("… the agents' processor time for it", agents_use(), "s")
         yield from heartbeats(options, master_pid)
         yield Finding(f"{tenth} connections end and come back", fleets.tell("reconnect", tenth), "s")
         yield Finding(f"{tenth} agents are replaced: next view served to all", fleets.tell("replace", tenth), "s")
@@ -132,12 +137,12 @@ def heartbeats(options: argparse.Namespace, master_pid: int) -> Iterator[Finding
 
 
 @contextmanager
-def used(pid: int) -> Iterator[Callable[[], float]]:
-    """The processor time a process has used inside the block, known after it."""
-    before = cpu_s(pid)
+def used(*pids: int) -> Iterator[Callable[[], float]]:
+    """The processor time that processes have used inside the block, known after it."""
+    before = sum(map(cpu_s, pids))
     after: list[float] = []
     yield lambda: after[0] - before
-    after.append(cpu_s(pid))
+    after.append(sum(map(cpu_s, pids)))
 
 
 def lost_nodes(directory: Path) -> int:

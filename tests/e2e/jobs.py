@@ -125,7 +125,7 @@ class AgentProcess:
 
     def master_pid(self) -> int:
         """Of the master that this agent keeps; 0 if it keeps none now."""
-        found = [p.pid for p in marked_processes() if p.is_master and str(self.pid) in p.arguments]
+        found = [p.pid for p in marked_processes() if p.is_master and p.value_of("--parent-pid") == str(self.pid)]
         return found[0] if found else 0
 
 
@@ -171,6 +171,11 @@ class MarkedProcess(NamedTuple):
     @property
     def is_master(self) -> bool:
         return "holdfast" in self.arguments and "master" in self.arguments
+
+    def value_of(self, flag: str) -> str:
+        """What follows a flag on its command line."""
+        after = self.arguments[self.arguments.index(flag) + 1 :] if flag in self.arguments else []
+        return after[0] if after else ""
 
     @property
     def is_fork_server(self) -> bool:

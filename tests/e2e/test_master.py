@@ -46,23 +46,20 @@ class HiddenJournal:
 
     def __init__(self, job: Place, agent: AgentProcess) -> None:
         assert job.journal.path is not None
-        self._directory, self._agent = job.journal.path.parent, agent
-        self._hidden = self._directory.with_name("hidden")
+        self._path, self._agent = job.journal.path, agent
+        self._hidden = self._path.with_name("hidden")
 
     def __enter__(self) -> None:
         tries = self._tries_in_vain()
-        self._directory.rename(self._hidden)
+        self._path.rename(self._hidden)
         kill_master(self._agent)
         wait_for(lambda: self._tries_in_vain() > tries, what="a master that cannot start")
 
+    def __exit__(self, *_: object) -> None:
+        self._hidden.rename(self._path)
+
     def _tries_in_vain(self) -> int:
         return self._agent.stderr.count("is gone while its job runs")
-
-    def __exit__(self, *_: object) -> None:
-        for lock in self._directory.glob("*"):  # what a master that could not start has made
-            lock.unlink()
-        self._directory.rmdir()
-        self._hidden.rename(self._directory)
 
 
 def test_a_master_that_is_killed_comes_back_and_workers_do_not_notice(tmp_path: Path) -> None:

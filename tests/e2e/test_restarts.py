@@ -158,7 +158,7 @@ def test_real_training_starts_again_after_a_kill_and_ends_well(tmp_path: Path, v
 
 
 @pytest.mark.parametrize("helper", ["fork server", "store keeper"])
-def test_a_helper_process_that_is_killed_costs_no_worker_and_the_next_restart_nothing(tmp_path: Path, helper: str) -> None:
+def test_a_helper_process_that_is_killed_costs_no_worker_and_no_restart(tmp_path: Path, helper: str) -> None:
     job = Place(tmp_path)
     agent = job.start("--standalone", "--nproc-per-node", "2", "--max-restarts", "1", str(SCRIPTS / "trains.py"))
     first = job.journal.wait_for_workers(2, view=1)

@@ -32,9 +32,9 @@ from holdfast.wire.channel import Server, ServerConnection, Tls
 from holdfast.wire.messages import Acknowledge, Command, Farewell, Heartbeat, Page, Report, Watch
 
 BATCH_EVENTS_MAX = 4_096
-BATCH_GATHER_S = 0.01
-"""How long a batch may grow while more keeps coming. A lone event waits for nothing; a thousand nodes that join at
-once share tens of syncs instead of paying one each."""
+JOINS_GATHER_S = 0.02
+"""Least time between two batches of nothing but introductions. A thousand nodes that come at once share tens of
+syncs instead of paying one each; one that comes alone, and every other event, waits for nothing."""
 FAREWELL_S = 5.0
 """How long a finished master stays for agents that have not heard the end yet; at least the silence timeout."""
 FAREWELL_STREAMS_S = 0.5
@@ -71,6 +71,7 @@ class Master:
         self._unaware: set[str] = set()  # lives that have not heard of the job's end
         self._progress_at = self._clock() + PROGRESS_LINE_S
         self._turn_at = self._clock()
+        self._committed_at = 0.0  # on the monotonic clock
         self._commit(begin(self._job, job_id, settings, self._clock()))
 
     @property
@@ -138,23 +139,21 @@ class Master:
 
     async def _next_batch(self, wait_s: float | None) -> list[Letter]:
         """What came in; empty if nothing did in time, or if there is something else to look at."""
+        came = await self._receive(wait_s)
+        gather_until = self._committed_at + JOINS_GATHER_S
+        while came and all(map(_is_introduction, came)) and (left_s := gather_until - time.monotonic()) > 0:
+            came += await self._receive(left_s)
+        return [letter for letter in came if letter is not None]
+
+    async def _receive(self, wait_s: float | None) -> list[Letter | None]:
+        """The next letter, and all that wait behind it."""
         came: list[Letter | None] = []
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 came.append(await self._inbox.get())
-        gather_until = time.monotonic() + BATCH_GATHER_S
-        while came and time.monotonic() < gather_until:
-            await asyncio.sleep(0)  # lets in what the sockets hold already
-            if not self._take_waiting(came):
-                break
-        return [letter for letter in came if letter is not None]
-
-    def _take_waiting(self, came: list[Letter | None]) -> bool:
-        """Whether anything was waiting."""
-        before = len(came)
         while len(came) < BATCH_EVENTS_MAX and not self._inbox.empty():
             came.append(self._inbox.get_nowait())
-        return len(came) > before
+        return came
 
     def _notice_own_absence(self, wait_s: float | None) -> None:
         """A paused machine, a disk that hangs, a clock set forward: what this master did not hear meanwhile says
@@ -217,6 +216,7 @@ class Master:
         self._pages.extend(_encoder.encode(record).decode() for record in durable)
         for watcher in self._watchers:
             self._feed(watcher)
+        self._committed_at = time.monotonic()
 
     # --- connections
 
@@ -289,6 +289,10 @@ async def _discard(connection: ServerConnection) -> None:
 
 def _speaks_for_itself(session: Session, event: e.Event) -> bool:
     return event.node_id == session.node_id and event.incarnation == session.incarnation
+
+
+def _is_introduction(letter: Letter | None) -> bool:
+    return letter is not None and letter[1] is not None and isinstance(letter[1].event, e.Hello)
 
 
 def _link_broke(session: Session) -> e.LinkBroke:

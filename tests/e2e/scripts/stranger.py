@@ -41,9 +41,7 @@ async def call(method: str, frames: list[bytes]) -> None:
 async def guess(token: str) -> None:
     for role, message in (("agent", Report(1, 1, NodeGone(node_id="host", incarnation="x"))), ("watcher", Watch(0))):
         try:
-            connection = await connect(
-                "127.0.0.1", PORT, token=token, role=role, tls=None, timeout_s=ANSWER_S
-            )
+            connection = await connect("127.0.0.1", PORT, token=token, role=role, tls=None, timeout_s=ANSWER_S)
             await connection.send(message)
             await connection.receive()
         except WireError:
