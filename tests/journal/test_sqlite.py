@@ -11,7 +11,7 @@ import pytest
 from holdfast.core.records import JobCreated, TermBegan
 from holdfast.core.settings import Settings
 from holdfast.errors import JournalDamagedError, JournalError, JournalLockedError
-from holdfast.journal import SqliteJournal, read_entries
+from holdfast.journal import SqliteJournal, read_entries, set_aside
 
 
 def terms(first, last):
@@ -160,3 +160,21 @@ while True:
         records = kept(path)
         assert len(records) >= acknowledged and len(records) % 5 == 0
         assert [record.term for record in records] == list(range(1, len(records) + 1))
+
+
+def test_a_journal_put_aside_keeps_what_a_killed_master_left_in_its_log(tmp_path):
+    path, aside = tmp_path / "journal.sqlite", tmp_path / "aside.sqlite"
+    code = f"""
+import os
+from pathlib import Path
+from holdfast.core.records import TermBegan
+from holdfast.journal import SqliteJournal
+journal = SqliteJournal(Path({str(path)!r}))
+list(journal.replay())
+journal.append([TermBegan(at=0.0, term=1), TermBegan(at=0.0, term=2)])
+os.kill(os.getpid(), 9)
+"""
+    subprocess.run([sys.executable, "-c", code], check=False)
+    set_aside(path, aside)
+    assert [record.term for record in kept(aside)] == [1, 2]
+    assert not path.exists() and not path.with_name(path.name + "-wal").exists()

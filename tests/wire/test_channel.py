@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from holdfast.errors import AuthenticationError, UsageError, WireError
+from holdfast.wire import gate
 from holdfast.wire.channel import METHOD, Server, Tls, connect
 from holdfast.wire.messages import Acknowledge, Heartbeat
 from holdfast.wire.secure import Opening, Seal, derive, new_nonce
@@ -301,3 +302,45 @@ def test_mutual_tls_lets_in_who_has_a_certificate_of_the_ca_only(certificates):
 def test_a_certificate_file_that_is_not_there_is_named():
     with pytest.raises(UsageError, match=r"cannot read /nowhere\.crt"):
         Tls("/nowhere.crt", "/nowhere.key").read()
+
+
+def test_a_master_that_dies_in_the_middle_of_the_handshake_is_a_wire_error():
+    async def die(_requests, context):
+        opening = msgspec.msgpack.decode(await context.read(), type=Opening)
+        keys = derive(TOKEN, opening.nonce, b"s" * 16)
+        await context.write(msgspec.msgpack.encode({"nonce": b"s" * 16, "proof": keys.server_proof}))
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "died")
+
+    async def scenario():
+        server = grpc.aio.server()
+        handler = grpc.method_handlers_generic_handler(
+            "holdfast.Control", {"Connect": grpc.stream_stream_rpc_method_handler(die)}
+        )
+        server.add_generic_rpc_handlers((handler,))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        for _ in range(5):
+            with pytest.raises(WireError):
+                connection = await connect("127.0.0.1", port, token=TOKEN, role="agent", tls=None, timeout_s=5.0)
+                await connection.receive()
+        await server.stop(0)
+
+    run(scenario)
+
+
+def test_a_connection_that_never_proves_itself_is_not_kept(monkeypatch):
+    monkeypatch.setattr(gate, "PROOF_TIMEOUT_S", 0.2)
+
+    async def scenario():
+        async with Echo() as echo:
+            proved = await echo.connect()
+            reader, writer = await asyncio.open_connection("127.0.0.1", echo.port)
+            writer.write(gate.HTTP2_PREFACE + bytes(3) + b"\x04" + bytes(5))  # HTTP/2, and then silence
+            async with asyncio.timeout(10):
+                await reader.read()
+            writer.close()
+            assert [why for _, why in echo.strangers] == ["it did not prove itself in time"]
+            assert await say(proved, 9) == 9, "who has proved itself stays"
+            await proved.close()
+
+    run(scenario)

@@ -42,6 +42,9 @@ EXIT_REFUSED = 4
 EXIT_NO_MASTER = 5
 TAKE_OVER_AFTER_S = 1.0
 """How long the master may be away before another agent of its machine looks after it."""
+DEAD_LIVES_MAX = 8
+FAREWELL_S = 5.0
+"""How long a finished master stays for agents that have not heard the end; see master.py."""
 GOODBYE_S = 3.0
 """How long a leaving agent waits for the master to take note."""
 MEMORY_SAMPLE_S = 1.0
@@ -144,12 +147,8 @@ class Agent:
         loop = asyncio.get_running_loop()
         for handled in self._config.signals:
             loop.add_signal_handler(handled, self._on_signal, handled)
-        if self._keeper:
-            try:
-                await self._keeper.start()
-            except MasterFailedError as error:
-                return Result(EXIT_JOURNAL, str(error))
-            self._keeping = self._beside(self._keeper.keep(lambda: self._over))
+        if self._keeper and (failed := await self._start_master(self._keeper)):
+            return failed
         link = self._linking = asyncio.create_task(self._join())
         self._beside(self._sample_memory())
         self._beside(self._look_after_master())
@@ -160,6 +159,25 @@ class Agent:
             return _refused(link) if link.done() and not link.cancelled() else await orders
         finally:
             await self._close(link, orders)
+
+    async def _start_master(self, keeper: MasterKeeper) -> Result | None:
+        """A result only if there is no point in going on."""
+        starting, told = asyncio.create_task(keeper.start()), asyncio.create_task(self._told_to_go.wait())
+        await asyncio.wait({starting, told}, return_when=asyncio.FIRST_COMPLETED)
+        told.cancel()
+        if not starting.done():
+            keeper.release()
+            await asyncio.wait({starting})
+        await asyncio.gather(told, return_exceptions=True)
+        try:
+            starting.result()
+        except MasterFailedError as error:
+            if self._signal is None:
+                return Result(EXIT_JOURNAL, str(error))
+        if self._signal is not None and not keeper.owned:
+            return Result(128 + int(self._signal), f"ended by {self._signal.name}", Outcome.STOPPED)
+        self._keeping = self._beside(keeper.keep(lambda: self._over))
+        return None
 
     async def _join(self) -> None:
         """Only when this node can start workers at once: a job that runs must not wait for a newcomer to warm up.
@@ -184,8 +202,8 @@ class Agent:
         self._logs.close()
         self._stores.close()
         await self._launcher.close()
-        if self._keeper and self._keeper.owned:
-            await self._keeper.stop(GOODBYE_S)
+        if self._keeper and self._over:  # else others may need the master: it ends when they are gone
+            await self._keeper.stop(max(FAREWELL_S, self._config.silence_timeout_s) + 1.0)
 
     def _beside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -213,9 +231,9 @@ class Agent:
                 await self._stop_crew(self._config.restart_grace_s)
                 self._beside(self._say_holding(order))
             case Exit():
-                await self._stop_crew(self._config.shutdown_timeout_s)
                 self._over = True
                 await self._uplink.say_farewell()
+                await self._stop_crew(self._config.shutdown_timeout_s)
                 return Result(order.exit_code, order.why, order.outcome, order.cause)
             case Refuse():
                 return await self._refused(order)
@@ -270,8 +288,8 @@ class Agent:
     def _on_signal(self, received: signal.Signals) -> None:
         if self._signal is not None and self._crew:
             self._crew.kill()
-        if self._signal is not None and self._keeper and self._keeper.owned and not self._crew:
-            os.kill(self._keeper.process_id, signal.SIGTERM)
+        if self._signal is not None and self._keeper and not self._crew:
+            self._keeper.release()
         if self._signal is None:
             self._signal = received
             self._told_to_go.set()
@@ -313,9 +331,11 @@ class Agent:
         await self._stop_crew(self._config.restart_grace_s)
         if refusal.rejoin:
             log.warning(f"{refusal.why}: coming back as a new life")
-            self._dead_lives = (self._incarnation,)  # nobody knows better: its workers have just been stopped
+            # Nobody knows better that it is dead: its workers have just been stopped.
+            self._dead_lives = (*self._dead_lives, self._incarnation)[-DEAD_LIVES_MAX:]
             self._incarnation = new_incarnation()
             self._uplink.forget_reports()
+            self._order = None  # what came meanwhile was for the old life
         elif refusal.holder and refusal.holder not in self._dead_lives and saw_dead(refusal):
             self._dead_lives = (*self._dead_lives, refusal.holder)
         elif refusal.retry_after_s is None:

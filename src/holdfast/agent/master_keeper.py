@@ -8,6 +8,7 @@ keeps it, and this one stands by to take over.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
@@ -21,10 +22,11 @@ from holdfast.errors import HoldfastError
 
 EXIT_JOURNAL = 5
 EXIT_ADDRESS_TAKEN = 6
+EXIT_NO_PROCESS = 71
+"""Ours, for a process that the system could not make."""
 LIVED_LONG_S = 2.0
 PAUSE_FIRST_S = 0.1
 PAUSE_MAX_S = 5.0
-READY_TIMEOUT_S = 30.0
 
 log = structlog.get_logger("agent")
 
@@ -41,35 +43,50 @@ class MasterKeeper:
         self._job_id = plan.job_id
         self._environment = environment
         self._process: subprocess.Popen[bytes] | None = None
+        self._released = asyncio.Event()
         self.owned = False
         """Whether the master is ours to keep."""
 
     async def start(self) -> None:
-        """Start it for the first time. Returns with `owned` false if another agent of this machine has it."""
+        """Start it for the first time. Returns with `owned` false if the port is taken: then another agent of this
+        machine has the master, or an earlier life of this one left it running."""
         code = await self._launch(resume=False)
         if code is None:
             self.owned = True
-        elif code != EXIT_ADDRESS_TAKEN or self._plan.required:
-            raise MasterFailedError(f"the master could not be started (exit code {code}); its message is above")
+        elif code == EXIT_ADDRESS_TAKEN and not self._plan.required:
+            log.info(f"port {self.port} is taken: the job's master should be running there already")
+        else:
+            raise MasterFailedError(f"the master could not be started ({_ended(code)}); what it said is above")
 
     async def keep(self, is_over: Callable[[], bool]) -> None:
-        """Until the master ends in peace and this agent knows that the job is over; a master that ended before the
-        agent could hear it (a suspended machine) is asked again."""
+        """Until the master ends in peace and this agent knows that the job is over, or until it is released. A master
+        that ended before the agent could hear of the end (a suspended machine) is asked again."""
         pause_s = PAUSE_FIRST_S
         while self.owned:
             started_at = time.monotonic()
             code = await self._wait()
-            if code == 0 and is_over():
+            if not self.owned or (code == 0 and is_over()):
                 return
-            if time.monotonic() - started_at >= LIVED_LONG_S:
-                pause_s = PAUSE_FIRST_S
-            else:
-                await asyncio.sleep(pause_s)  # it failed at once: trying again at once would only burn a core
-                pause_s = min(pause_s * 2, PAUSE_MAX_S)
+            lived_long = time.monotonic() - started_at >= LIVED_LONG_S
+            pause_s = PAUSE_FIRST_S if lived_long else min(pause_s * 2, PAUSE_MAX_S)
             log.warning(f"the master ended ({_ended(code)}): starting it again; the workers go on")
-            while await self._launch(resume=True) is not None:
-                await asyncio.sleep(pause_s)
+            if not lived_long:
+                await self._pause(pause_s)  # it failed at once: trying again at once would only burn a core
+            while self.owned and await self._launch(resume=True) is not None:
+                await self._pause(pause_s)
                 pause_s = min(pause_s * 2, PAUSE_MAX_S)
+
+    def release(self) -> None:
+        """Keep it no longer, and end it."""
+        self.owned = False
+        self._released.set()
+        if self._process is not None:
+            self._process.terminate()
+
+    async def _pause(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._released.wait()
 
     async def take_over(self, job_id: str) -> bool:
         """Keep the job's master from now on, if nobody else of this machine does. Whether it is ours now."""
@@ -96,25 +113,39 @@ class MasterKeeper:
         return self._process.pid if self._process else 0
 
     async def _launch(self, *, resume: bool) -> int | None:
-        """Start a master and wait until it listens. Its exit code if it ended instead."""
-        ready_read, ready_write = os.pipe()
-        arguments = [*self._plan.arguments, "--job-id", self._job_id, "--ready-fd", str(ready_write)]
-        arguments += ["--host", self._plan.listen_host, "--port", str(self.port)] + ["--resume"] * resume
-        self._process = subprocess.Popen(  # noqa: ASYNC220  # does not wait for it
-            [sys.executable, "-m", "holdfast", "master", *arguments],
-            env=self._environment,
-            stdin=subprocess.DEVNULL,
-            pass_fds=(ready_write,),
-            start_new_session=True,  # the terminal's Ctrl-C is for the agent, which tells the master
-        )
-        os.close(ready_write)
-        port = await _read_port(ready_read)
+        """Start a master and wait until it listens. Its exit code if it ended, or could not be started, instead."""
+        try:
+            ready = self._spawn(resume)
+        except OSError as error:
+            log.error(f"a process for the master cannot be started: {error.strerror}; trying again")
+            return EXIT_NO_PROCESS
+        port = await _read_port(ready)
         if port is None:
             code = await self._wait()
             self._process = None
             return code
         self.port = port
         return None
+
+    def _spawn(self, resume: bool) -> int:
+        """The pipe on which the master will say that it listens."""
+        ready_read, ready_write = os.pipe()
+        arguments = [*self._plan.arguments, "--job-id", self._job_id, "--ready-fd", str(ready_write)]
+        arguments += ["--host", self._plan.listen_host, "--port", str(self.port)] + ["--resume"] * resume
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "holdfast", "master", *arguments],
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                pass_fds=(ready_write,),
+                start_new_session=True,  # the terminal's Ctrl-C is for the agent, which tells the master
+            )
+        except OSError:
+            os.close(ready_read)
+            raise
+        finally:
+            os.close(ready_write)
+        return ready_read
 
     async def _wait(self) -> int:
         assert self._process is not None
@@ -134,13 +165,10 @@ async def _wait_for_exit(process: subprocess.Popen[bytes]) -> int:
 
 
 async def _read_port(fd: int) -> int | None:
-    """The port the master writes when it listens; None if it ends first."""
+    """The port the master writes when it listens, however long its journal is; None if it ends first."""
     try:
-        async with asyncio.timeout(READY_TIMEOUT_S):
-            await _readable(fd)
+        await _readable(fd)
         text = os.read(fd, 64).decode()
-    except TimeoutError:
-        text = ""
     finally:
         os.close(fd)
     return int(text) if text.strip().isdigit() else None

@@ -28,6 +28,7 @@ from holdfast.wire.local import Mode, NotStarted, Ready, Report, ServerRequest, 
 LAUNCH_ATTEMPTS_MAX = 2
 # A fork server that cannot get ready will not do better the fourth time: the environment is broken.
 EARLY_DEATHS_MAX = 3
+START_PAUSE_S = 1.0
 CLOSE_GRACE_S = 2.0
 
 log = structlog.get_logger("holdfast.launcher")
@@ -167,7 +168,10 @@ class Nursery:
             try:
                 server = self._server = ServerProcess(self._mode, self._preload, self._env)
             except OSError as error:
-                return self._give_up(LaunchError(f"the fork server cannot be started: {error}"))
+                early_deaths, last_words = early_deaths + 1, str(error)
+                log.warning("fork server cannot be started", why=last_words)
+                await asyncio.sleep(START_PAUSE_S)  # memory or descriptors ran out: a moment later there may be some
+                continue
             self._watch(server.child)
             server.child.on_end(self._server_ended)
             early_deaths += 1

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import socket
 
+from holdfast.errors import UsageError
+
 BACKLOG_CONNECTIONS = 4_096
 
 
@@ -51,8 +53,13 @@ class StorePorts:
 
 
 def _listen(address: str) -> socket.socket:
-    family, kind, protocol, _, target = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind, protocol)
-    listener.bind(target)
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.bind(target)
+    except OSError as error:
+        raise UsageError(
+            f"this node cannot listen on {address}: {error.strerror}; give one of its own addresses as --local-addr"
+        ) from error
     listener.listen(BACKLOG_CONNECTIONS)
     return listener

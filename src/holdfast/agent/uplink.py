@@ -16,7 +16,7 @@ import structlog
 
 from holdfast.core.events import Event, Hello
 from holdfast.core.orders import Order
-from holdfast.errors import AuthenticationError, WireError
+from holdfast.errors import AuthenticationError, HoldfastError, WireError
 from holdfast.wire.channel import ClientConnection, Tls, connect
 from holdfast.wire.messages import Acknowledge, Command, Farewell, Heartbeat, Page, Report
 
@@ -101,7 +101,8 @@ class Uplink:
         await self._drained.wait()
 
     async def run(self) -> None:
-        """Stay connected. Ends only by AuthenticationError before any master was followed, or by being cancelled."""
+        """Stay connected. Ends only by being cancelled, or, before any master was followed, by an error that trying
+        again cannot mend."""
         retry_s, timeout_s = RETRY_FIRST_S, CONNECT_TIMEOUT_FIRST_S
         self.unreachable_since = time.monotonic()
         while True:
@@ -122,9 +123,9 @@ class Uplink:
                 host, port, token=self._token, role="agent", tls=self._tls, timeout_s=timeout_s
             )
             await self._converse(connection)
-        except WireError as error:
-            if isinstance(error, AuthenticationError) and not self.term:
-                raise  # with the wrong token this node cannot take part; one that does must not end for a stranger
+        except (HoldfastError, OSError) as error:
+            if not self.term and (isinstance(error, AuthenticationError) or not isinstance(error, WireError)):
+                raise  # with this token, certificate or address the node cannot take part; one that does goes on
             self.trouble = f"{host}:{port}: {error}"
             log.debug(f"no connection to the master: {self.trouble}")
         finally:

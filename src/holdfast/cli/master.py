@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import os
+import resource
 import time
 from pathlib import Path
 from typing import NoReturn
@@ -20,7 +21,7 @@ from holdfast.core.settings import Settings
 from holdfast.core.state import Finished
 from holdfast.core.transact import replay
 from holdfast.errors import JournalError, JournalLockedError, UsageError, WireError
-from holdfast.journal import SqliteJournal, read_entries
+from holdfast.journal import SqliteJournal, read_entries, set_aside
 from holdfast.master.master import Master
 from holdfast.wire.channel import Tls
 
@@ -33,6 +34,7 @@ def master(argv: list[str]) -> int:
     set_up_logging(options.log_format, "master")
     token = find_token(os.environ, options.token_file or None, options.state_dir, loopback=is_loopback(options.host))
     settings = _settings(options)
+    _allow_many_connections()
     tls = Tls(options.tls_cert, options.tls_key, options.tls_ca) if options.tls_cert else None
     return asyncio.run(_run(options, settings, token, tls))
 
@@ -84,9 +86,7 @@ def _look_at_earlier(path: Path, settings: Settings) -> None:
     if isinstance(job.phase, Finished):
         stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(job.created_at))
         aside = path.with_name(f"journal-{stamp}-{os.getpid()}.sqlite")
-        path.rename(aside)
-        for suffix in ("-wal", "-shm"):
-            path.with_name(path.name + suffix).unlink(missing_ok=True)
+        set_aside(path, aside)
         log.info(f"job {job.job_id} ran before and {job.phase.record.outcome.value}: its journal is now {aside.name}")
     elif job.term and job.settings != settings:
         raise UsageError(
@@ -119,6 +119,12 @@ def _watch_parent(the_master: Master, pid: int) -> None:
         the_master.orphan()
 
     loop.add_reader(pidfd, gone)
+
+
+def _allow_many_connections() -> None:
+    """Some three descriptors an agent: as many as this user may have."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _settings(options: argparse.Namespace) -> Settings:

@@ -197,8 +197,7 @@ def _master_plan(options: RunOptions, host: str, port: int, run_id: str) -> Mast
         arguments |= {"--tls-cert": options.tls_cert, "--tls-key": options.tls_key, "--tls-ca": options.tls_ca or ""}
     flat = tuple(str(word) for pair in arguments.items() for word in pair)
     job_id = run_id or _new_job_id(options.script)
-    required = port == 0 or by_rank == 0 or options.is_host is True
-    return MasterPlan(arguments=flat, job_id=job_id, listen_host=listen_host, required=required)
+    return MasterPlan(arguments=flat, job_id=job_id, listen_host=listen_host, required=port == 0)
 
 
 def _new_job_id(script: str) -> str:

@@ -11,10 +11,14 @@ import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
+import structlog
+
 from holdfast.errors import UsageError
 from holdfast.wire.secure import TOKEN_CHARS_MIN
 
 TOKEN_VARIABLE = "HOLDFAST_TOKEN"
+
+log = structlog.get_logger("agent")
 
 
 def find_token(environ: Mapping[str, str], token_file: str | None, state_dir: str, *, loopback: bool) -> str:
@@ -40,6 +44,8 @@ def _checked(token: str, where: str) -> str:
 
 def _read(path: Path) -> str:
     try:
+        if path.stat().st_mode & 0o077:
+            log.warning(f"the token file {path} can be read by others: chmod 600 it")
         return path.read_text().strip()
     except OSError as error:
         raise UsageError(f"cannot read the token file {path}: {error.strerror}") from error

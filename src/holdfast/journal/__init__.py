@@ -1,5 +1,5 @@
 """Where decisions are kept. sqlite3 is imported in this room only."""
 
-from holdfast.journal.sqlite import Entry, SqliteJournal, read_entries
+from holdfast.journal.sqlite import Entry, SqliteJournal, read_entries, set_aside
 
-__all__ = ["Entry", "SqliteJournal", "read_entries"]
+__all__ = ["Entry", "SqliteJournal", "read_entries", "set_aside"]

@@ -96,6 +96,21 @@ class SqliteJournal:
         os.close(self._lock_fd)
 
 
+def set_aside(path: Path, target: Path) -> None:
+    """Move a journal whose writer is gone, with all it holds: what a killed master left in the write-ahead log too."""
+    try:
+        db = sqlite3.connect(path, isolation_level=None, timeout=5.0)
+        try:
+            db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        finally:
+            db.close()
+    except sqlite3.Error as error:
+        raise _explain(path, error) from error
+    path.rename(target)
+    for suffix in ("-wal", "-shm"):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
+
+
 def read_entries(path: Path, after_seq: int = 0) -> list[Entry]:
     """The records after a sequence number, for a reader beside the master or after it."""
     if not path.exists():

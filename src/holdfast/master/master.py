@@ -35,6 +35,7 @@ BATCH_EVENTS_MAX = 4_096
 JOINS_GATHER_S = 0.02
 """Least time between two batches of nothing but introductions. A thousand nodes that come at once share tens of
 syncs instead of paying one each; one that comes alone, and every other event, waits for nothing."""
+PAGE_CHARS_MAX = 1_000_000
 FAREWELL_S = 5.0
 """How long a finished master stays for agents that have not heard the end yet; at least the silence timeout."""
 FAREWELL_STREAMS_S = 0.5
@@ -126,8 +127,12 @@ class Master:
             return
         self._unaware = {node.incarnation for node in self._job.nodes.values() if node.alive}
         leave_at = self._clock() + max(FAREWELL_S, self._job.settings.silence_timeout_s)
-        while self._unaware and (left_s := leave_at - self._clock()) > 0:
+        while self._still_unaware() and (left_s := leave_at - self._clock()) > 0:
             self._deal_with(await self._next_batch(left_s))
+
+    def _still_unaware(self) -> set[str]:
+        """Lives that have not heard of the end, less those that have left or were lost since."""
+        return self._unaware & {node.incarnation for node in self._job.nodes.values() if node.alive}
 
     def _deal_with(self, batch: list[Letter]) -> None:
         events = [report.event if report else _link_broke(session) for session, report in batch]
@@ -265,9 +270,16 @@ class Master:
             del self._watchers[session]
 
     def _feed(self, watcher: Session) -> None:
-        after_seq = self._watchers[watcher]
-        watcher.send(Page(last_seq=len(self._pages), records=tuple(self._pages[after_seq:])))
-        self._watchers[watcher] = len(self._pages)
+        """At least one page, so that a watcher knows where it stands; none longer than a frame may be."""
+        while True:
+            first = min(self._watchers[watcher], len(self._pages))  # a watcher of another journal learns of it
+            last, size = first, 0
+            while last < len(self._pages) and (last == first or size + len(self._pages[last]) < PAGE_CHARS_MAX):
+                size, last = size + len(self._pages[last]), last + 1
+            watcher.send(Page(last_seq=last, records=tuple(self._pages[first:last])))
+            self._watchers[watcher] = last
+            if last >= len(self._pages):
+                return
 
 
 async def _until_first_ends(*coroutines: object) -> None:

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import os
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,16 +38,19 @@ from holdfast.wire.secure import (
 )
 
 METHOD = "/holdfast.Control/Connect"
-FRAME_BYTES_MAX = 64 * 1024 * 1024
+PAGE_FRAME_BYTES_MAX = 64 * 1024 * 1024
+"""Of what a master sends: a page with one record, the view of ten thousand nodes, is a few megabytes."""
+REPORT_FRAME_BYTES_MAX = 1024 * 1024
+"""Of what it takes: a failure with its traceback and log tail is some tens of kilobytes."""
 HANDSHAKE_TIMEOUT_S = 10.0
 
 _OPTIONS = [
-    ("grpc.max_receive_message_length", FRAME_BYTES_MAX),
-    ("grpc.max_send_message_length", FRAME_BYTES_MAX),
+    ("grpc.max_send_message_length", PAGE_FRAME_BYTES_MAX),
     ("grpc.http2.bdp_probe", 0),  # a ping for every few messages, to tune windows that ours never fill
 ]
 _CLIENT_OPTIONS = [
     *_OPTIONS,
+    ("grpc.max_receive_message_length", PAGE_FRAME_BYTES_MAX),
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
     # For watchers, who have nothing to say: a master whose machine lost power is noticed all the same.
@@ -56,6 +59,8 @@ _CLIENT_OPTIONS = [
 ]
 _SERVER_OPTIONS = [
     *_OPTIONS,
+    ("grpc.max_receive_message_length", REPORT_FRAME_BYTES_MAX),  # strangers' frames come in before they are judged
+    ("grpc.max_concurrent_streams", 2),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 0),
 ]
@@ -95,10 +100,7 @@ class ClientConnection:
 
     async def send(self, message: ToMaster) -> None:
         """Send one message; raises WireError if the connection is gone."""
-        try:
-            await self._stream.write(self._seal.close(_encoder.encode(message)))
-        except (grpc.RpcError, asyncio.InvalidStateError) as error:
-            raise _explain(error) from error
+        await _write(self._stream, self._seal.close(_encoder.encode(message)))
 
     async def receive(self) -> FromMaster:
         """The next message; raises WireError if the connection is gone."""
@@ -142,22 +144,37 @@ def _channel(target: str, tls: Tls | None) -> Any:
 async def _client_handshake(stream: Any, token: str, role: Role) -> tuple[Seal, Seal]:
     nonce = new_nonce()
     opening = Opening(version=PROTOCOL_VERSION, role=role, nonce=nonce)
-    try:
-        await stream.write(_encoder.encode(opening))
-    except (grpc.RpcError, asyncio.InvalidStateError) as error:
-        raise _explain(error) from error
+    await _write(stream, _encoder.encode(opening))
     challenge = _decode(_challenge, await _read(stream))
     keys = derive(token, nonce, challenge.nonce)
     check_proof(challenge.proof, keys.server_proof, "the master")
-    await stream.write(_encoder.encode(Response(proof=keys.client_proof)))
+    await _write(stream, _encoder.encode(Response(proof=keys.client_proof)))
     return Seal(keys.to_server), Seal(keys.to_client)
 
 
-async def _read(stream: Any) -> bytes:
+@contextlib.contextmanager
+def _errors_of_ours() -> Iterator[None]:
+    """What gRPC raises, as ours. When the other side resets a call it raises CancelledError, as if asyncio had been
+    asked to end the task: only a cancellation that somebody did ask for may pass."""
     try:
-        frame = await stream.read()
+        yield
     except (grpc.RpcError, asyncio.InvalidStateError) as error:
         raise _explain(error) from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise WireError("the other side reset the connection") from error
+
+
+async def _write(stream: Any, frame: bytes) -> None:
+    with _errors_of_ours():
+        await stream.write(frame)
+
+
+async def _read(stream: Any) -> bytes:
+    with _errors_of_ours():
+        frame = await stream.read()
     if frame is grpc.aio.EOF:
         code, details = await stream.code(), await stream.details()
         if code == grpc.StatusCode.UNAUTHENTICATED:
@@ -241,7 +258,7 @@ class Server:
 
     async def _serve(self, _requests: Any, context: Any) -> None:
         peer = guest_name(context.peer())
-        self._gate.vouch(peer)
+        self._gate.heard(peer)
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 connection = await self._handshake(context, peer)
@@ -249,6 +266,7 @@ class Server:
             why = str(error) or "the handshake was not finished in time"
             self._stranger(peer, why)
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, why)
+        self._gate.trust(peer)
         try:
             await self._handler(connection)
         except WireError as error:

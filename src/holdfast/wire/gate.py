@@ -15,7 +15,8 @@ from collections.abc import Callable
 
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 TLS_HANDSHAKE = b"\x16\x03"
-OPENING_TIMEOUT_S = 10.0
+PROOF_TIMEOUT_S = 20.0
+"""From the connection to the proof of the token: a busy master has all of a thousand agents at once."""
 BUFFER_BYTES_MAX = 1024 * 1024
 BACKLOG_CONNECTIONS = 4_096
 ANSWER = b"holdfast: this port is for agents of a Holdfast job; what you sent is not their protocol\n"
@@ -31,7 +32,7 @@ class Gate:
         self._opening = TLS_HANDSHAKE if tls else HTTP2_PREFACE
         self._listener: asyncio.Server | None = None
         self._guests: set[_Guest] = set()
-        self._vouched: set[str] = set()
+        self._by_name: dict[str, _Guest] = {}
         self._closed = False
 
     async def start(self, host: str, port: int) -> int:
@@ -46,18 +47,30 @@ class Gate:
         return guest
 
     def _came(self, guest: _Guest) -> None:
+        self._by_name[guest.peer] = guest
         if self._closed:  # it was accepted before the door closed, and comes in only now
             guest.leave()
 
-    def vouch(self, peer: str) -> None:
-        """gRPC has heard a call of this guest: from now on it is the channel's to judge."""
-        self._vouched.add(peer)
+    def heard(self, peer: str) -> None:
+        """gRPC has heard a call of this guest: what is wrong with it, the channel will say."""
+        for guest in self._named(peer):
+            guest.has_called = True
+
+    def trust(self, peer: str) -> None:
+        """This guest has proved itself and may stay."""
+        for guest in self._named(peer):
+            guest.be_patient()
+
+    def _named(self, peer: str) -> list[_Guest]:
+        guest = self._by_name.get(peer)
+        return [guest] if guest else []
 
     def _gone(self, guest: _Guest) -> None:
         self._guests.discard(guest)
-        if guest.admitted and guest.peer not in self._vouched:
+        if self._by_name.get(guest.peer) is guest:
+            del self._by_name[guest.peer]
+        if guest.admitted and not guest.has_called and not self._closed:
             self._stranger(guest.peer, "it left before it called: a certificate that does not fit, or no agent at all")
-        self._vouched.discard(guest.peer)
 
     def close_door(self) -> None:
         """Let nobody in any more."""
@@ -117,13 +130,14 @@ class _Guest(_Half):
         self._admission: asyncio.Task[None] | None = None
         self._patience: asyncio.TimerHandle | None = None
         self.peer = "unknown"
+        self.has_called = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         address = transport.get_extra_info("peername") or ("unknown", 0)
         self.peer = f"{address[0]}:{address[1]}"
         loop = asyncio.get_running_loop()
-        self._patience = loop.call_later(OPENING_TIMEOUT_S, self._turn_away, "it said nothing we understand in time")
+        self._patience = loop.call_later(PROOF_TIMEOUT_S, self._turn_away, "it did not prove itself in time")
         self._came(self)
 
     def data_received(self, data: bytes) -> None:
@@ -141,16 +155,17 @@ class _Guest(_Half):
 
     async def _admit(self) -> None:
         """Connect to gRPC under a name that tells it who the guest is."""
-        if self._patience is not None:
-            self._patience.cancel()
-        private = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        private.bind(f"\0holdfast/{self.peer}/{os.getpid()}-{private.fileno()}")
         loop = asyncio.get_running_loop()
+        private = None
         try:
+            private = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+            private.bind(f"\0holdfast/{self.peer}/{os.getpid()}-{private.fileno()}")
             await loop.sock_connect(private, self._inner_path)
             _, inner = await loop.create_connection(_Half, sock=private)
-        except OSError:
-            private.close()
+        except OSError as error:
+            self._stranger(self.peer, f"it could not be let in: {error.strerror}")
+            if private is not None:
+                private.close()
             self.leave()
             return
         inner.other, self.other = self, inner
@@ -162,6 +177,11 @@ class _Guest(_Half):
         else:
             self.transport.resume_reading()
 
+    def be_patient(self) -> None:
+        """Let it stay for as long as it likes."""
+        if self._patience is not None:
+            self._patience.cancel()
+
     @property
     def admitted(self) -> bool:
         """Whether it was passed on to gRPC."""
@@ -169,7 +189,8 @@ class _Guest(_Half):
 
     def _turn_away(self, why: str) -> None:
         self._stranger(self.peer, why)
-        if self.transport is not None:
+        self.has_called = True  # one line a stranger
+        if self.transport is not None and not self.admitted:
             self.transport.write(ANSWER)
         self.leave()
 
