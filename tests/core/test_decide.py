@@ -40,6 +40,15 @@ def test_an_unknown_id_is_taken_in() -> None:
     assert isinstance(world.order_to("a"), o.Hold)
 
 
+def test_a_node_told_to_go_before_it_joined_is_never_part_of_a_view() -> None:
+    """It says so with its first words: between two messages a view could be formed with it."""
+    world = World(nodes=(1, 2)).run("a")
+    hello = msgspec.structs.replace(world.hello("b"), leaving=15)
+    assert tags(world.do(hello).records) == ["node-joined", "node-draining"]
+    assert isinstance(world.order_to("b"), o.Hold)
+    assert world.wait(60) == []
+
+
 def test_the_same_life_has_its_connection_restored_and_is_told_again_what_to_do() -> None:
     world = World().run("a", "b")
     told = world.order_to("b")

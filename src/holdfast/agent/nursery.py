@@ -168,8 +168,9 @@ class Nursery:
             try:
                 server = self._server = ServerProcess(self._mode, self._preload, self._env)
             except OSError as error:
-                early_deaths, last_words = early_deaths + 1, str(error)
-                log.warning("fork server cannot be started", why=last_words)
+                early_deaths += 1
+                last_words = f"the fork server cannot be started: {error}"
+                log.warning(last_words)
                 await asyncio.sleep(START_PAUSE_S)  # memory or descriptors ran out: a moment later there may be some
                 continue
             self._watch(server.child)
@@ -181,9 +182,9 @@ class Nursery:
                 if not server.child.ended:
                     self._serving.set_result(server)
             status = await server.child.wait()
-            last_words = server.last_words()
-            log.warning("fork server died", wait_status=status, stderr=last_words)
-        self._give_up(LaunchError(f"the fork server died {early_deaths} times before it was ready:\n{last_words}"))
+            log.warning("fork server died", wait_status=status, stderr=server.last_words())
+            last_words = f"the fork server died {early_deaths} times before it was ready:\n{server.last_words()}"
+        self._give_up(LaunchError(last_words))
 
     def _server_ended(self, _: Child) -> None:
         """From this moment launches wait for the next one."""
