@@ -39,6 +39,11 @@ def main() -> None:
     args = parser.parse_args()
 
     dist.init_process_group("gloo")
+    train(args)
+    dist.destroy_process_group()  # after the model is gone: the last of a gloo group's users must not be DDP itself
+
+
+def train(args: argparse.Namespace) -> None:
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(1, 32), nn.Tanh(), nn.Linear(32, 1)))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -68,7 +73,6 @@ def main() -> None:
     if dist.get_rank() == 0:
         save(args.checkpoint, model, optimizer, sampler)
         print(f"done: {sampler.step} steps, {sampler.position} samples", flush=True)
-    dist.destroy_process_group()
 
 
 def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, sampler: hf.Sampler) -> None:

@@ -59,6 +59,11 @@ def main() -> None:
     args = parser.parse_args()
 
     dist.init_process_group("gloo")
+    train(args)
+    dist.destroy_process_group()  # after the model is gone: the last of a gloo group's users must not be DDP itself
+
+
+def train(args: argparse.Namespace) -> None:
     rank = dist.get_rank()
     torch.manual_seed(0)
     text, alphabet = read_text(args.text)
@@ -83,7 +88,6 @@ def main() -> None:
         if (step + 1) % args.every == 0 and rank == 0:
             print(f"step {step + 1:4d}  loss {loss.item():.3f}", flush=True)
             save(args.checkpoint, {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1})
-    dist.destroy_process_group()
 
 
 def save(path: Path, state: dict) -> None:

@@ -24,6 +24,9 @@ TAIL_CHARS_MAX = 6_000
 
 failed = pytest.StashKey[bool]()
 
+# A shell starts what it puts into the background with Ctrl-C ignored, and children inherit that: the tests' must not.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 @pytest.fixture
 def leak_guard(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:

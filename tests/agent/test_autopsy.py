@@ -578,3 +578,14 @@ def test_unreadable_kernel_is_no_evidence_and_no_error(tmp_path: Path, membershi
     watch.sample()
     (kernel.proc / "vmstat").unlink()
     assert (watch.evidence(42), watch.evidence(43), watch.evidence(44)) == ("", "", "")
+
+
+def test_a_kill_that_the_kernels_log_ascribes_to_another_process_is_no_evidence(tmp_path: Path) -> None:
+    kernel = Kernel(tmp_path, UNIFIED_MOUNT, "0::/\n")
+    watch = MemoryWatch(kernel.proc)
+    watch.watch(42)
+    kernel.kills(1)
+    (kernel.proc / "kmsg").write_text("6,1,1,-;Memory cgroup out of memory: Killed process 77 (python) total-vm:1kB\n")
+    assert watch.evidence(42) == ""
+    (kernel.proc / "kmsg").write_text("6,1,1,-;Out of memory: Killed process 42 (python) total-vm:1kB\n")
+    assert "ran out of memory" in watch.evidence(42)

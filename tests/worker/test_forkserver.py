@@ -41,6 +41,7 @@ optimizer = torch.optim.Adam(model.parameters())
 model(torch.ones(2, 8)).sum().backward()
 optimizer.step()
 print(dist.get_rank(), dist.get_world_size())
+del model, optimizer  # the last of a gloo group's users must not be DDP itself: pytorch#56297
 dist.destroy_process_group()
 """
 

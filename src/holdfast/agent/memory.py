@@ -4,7 +4,8 @@ The kernel tells nobody: the process gets SIGKILL, as from `kill -9`. But before
 
 1. the victim's memory cgroup (`oom_kill`): precise, if the process was seen in that cgroup while it lived.
    A zombie shows "/" under cgroup v1, and a process may move after its start, hence `sample()`, about once a second;
-2. /proc/vmstat: every such kill on the machine, so only a recent rise says anything about one process.
+2. /proc/vmstat: every such kill on the machine, so only a recent rise says anything about one process, and nothing
+   where the kernel's log can be read and names other victims.
 
 Each counted kill explains one process. Otherwise a survivor of the first worker's OOM kill that is stopped an hour
 later with `kill -9` would be called out of memory too.
@@ -14,6 +15,8 @@ Nothing here raises: files may be absent, unreadable or of another kernel, and t
 
 from __future__ import annotations
 
+import io
+import os
 import re
 from collections import deque
 from dataclasses import dataclass
@@ -25,6 +28,9 @@ LIVES_MAX = 4096
 MACHINE_SAMPLES_KEPT = 5
 # cgroup v1 writes "no limit" as the largest page-aligned number.
 LIMIT_BYTES_MAX = 1 << 60
+
+KERNEL_LOG_RECORD_BYTES = 8_192
+VICTIM = re.compile(rb"Killed process (\d+)")
 
 COUNTER_FILES = ("memory.events.local", "memory.events", "memory.oom_control")
 LIMIT_FILES = ("memory.max", "memory.limit_in_bytes")
@@ -63,6 +69,7 @@ class MemoryWatch:
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
         self._proc = proc
+        self._kernel_log = Path("/dev/kmsg") if proc == Path("/proc") else proc / "kmsg"
         self._mounts = find_mounts(proc)
         self._lives: dict[int, Life] = {}
         self._machine_samples = deque([machine_kills(proc)], maxlen=MACHINE_SAMPLES_KEPT)
@@ -86,7 +93,7 @@ class MemoryWatch:
         life = self._lives.get(pid)
         if life is None:
             return ""
-        life.verdict = life.verdict or self._group_evidence(life) or self._machine_evidence(life)
+        life.verdict = life.verdict or self._group_evidence(life) or self._machine_evidence(pid, life)
         return life.verdict
 
     def forget(self, pid: int) -> None:
@@ -110,9 +117,12 @@ class MemoryWatch:
         self._use_up_kill(life.group)
         return f"cgroup {life.group.name}: oom_kill {before} → {after}, {describe_limit(life.group)}"
 
-    def _machine_evidence(self, life: Life) -> str:
+    def _machine_evidence(self, pid: int, life: Life) -> str:
         before, after = max(self._machine_samples[0], life.machine_start), machine_kills(self._proc)
         if after <= before:
+            return ""
+        victims = logged_victims(self._kernel_log)
+        if victims and pid not in victims:
             return ""
         self._use_up_kill(None)
         return f"the machine ran out of memory: /proc/vmstat oom_kill {before} → {after} in the last seconds"
@@ -123,6 +133,28 @@ class MemoryWatch:
             life.machine_start += 1
             if group is not None and life.group == group:
                 life.group_start += 1
+
+
+def logged_victims(kernel_log: Path) -> set[int]:
+    """Processes that the kernel's log names as killed for memory; empty where it cannot be read or has none."""
+    try:
+        log = os.open(kernel_log, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return set()
+    with os.fdopen(log, "rb", buffering=0) as records:
+        found = (VICTIM.search(record) for record in iter(lambda: next_record(records), b""))
+        return {int(victim[1]) for victim in found if victim}
+
+
+def next_record(records: io.FileIO) -> bytes:
+    """One record of the kernel's log; nothing at its end."""
+    while True:
+        try:
+            return records.read(KERNEL_LOG_RECORD_BYTES) or b""
+        except BrokenPipeError:
+            continue  # overwritten meanwhile: the next one is there
+        except OSError:
+            return b""
 
 
 def machine_kills(proc: Path) -> int:

@@ -36,8 +36,12 @@ class Logged(Dataset):
 
 
 def main() -> None:
-    directory, epochs, workers, fatal_step = Path(sys.argv[1]), *map(int, sys.argv[2:5])
     dist.init_process_group("gloo")
+    train(Path(sys.argv[1]), *map(int, sys.argv[2:5]))
+    dist.destroy_process_group()  # after the model is gone: pytorch#56297
+
+
+def train(directory: Path, epochs: int, workers: int, fatal_step: int) -> None:
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(1, 1))
@@ -67,7 +71,6 @@ def main() -> None:
             if sampler.step % SAVE_EVERY_STEPS == 0 and rank == 0:
                 torch.save({"model": model.state_dict(), "data": sampler.state_dict()}, directory / "draft.pt")
                 os.replace(directory / "draft.pt", checkpoint)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
