@@ -21,7 +21,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """How long to wait for the minimum. torchrun's default."""
 
     heartbeat_interval_s: float = 1.0
-    """How often an agent says that it lives. 1,000 agents at this rate cost the master a tenth of a core."""
+    """How often an agent says that it lives. 1,000 agents at this rate cost the master a sixth of a core."""
 
     silence_timeout_s: float = 5.0
     """A node unheard for this long is lost. Five missed heartbeats: long for a stalled scheduler, short for a
