@@ -24,8 +24,10 @@ TAIL_CHARS_MAX = 6_000
 
 failed = pytest.StashKey[bool]()
 
-# A shell starts what it puts into the background with Ctrl-C ignored, and children inherit that: the tests' must not.
+# A shell starts what it puts into the background with Ctrl-C and Ctrl-\\ ignored, and children inherit that: the tests'
+# must not.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 
 @pytest.fixture
