@@ -108,7 +108,7 @@ class MasterSource:
                         f" {self._reconnect_timeout_s:.0f} s, after record {seen}: the job may be over, or its master"
                         " lost; its machine has the journal"
                     ) from broke
-                await asyncio.sleep(RECONNECT_PAUSE_S)
+                await asyncio.sleep(RECONNECT_PAUSE_S)  # a port that is closed says nothing when it opens
 
     def _fresh(self, page: object, seen: int) -> list[Entry]:
         """The page's records, each with its number. They must go on exactly where the last page ended."""
