@@ -275,7 +275,6 @@ class Agent:
         if self._crew:
             await self._crew.stop(grace_s, with_signal)
             self._crew = None
-            await self._logs.drain()
         self._launcher.reap_orphans({self._keeper.process_id} if self._keeper else set())
 
     async def _say_holding(self, order: Hold) -> None:

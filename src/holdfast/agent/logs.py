@@ -349,7 +349,7 @@ class ConsoleFeed:
             if self._closing or time.monotonic() - moved_at > stall_s:
                 return False
             self._wake.set()
-            await asyncio.sleep(DRAIN_POLL_S)  # files have no event for having been shown; nothing of a recovery waits here
+            await asyncio.sleep(DRAIN_POLL_S)  # the feed is a thread; only the agent's end waits for it, no recovery
         return True
 
     def close(self) -> None:
