@@ -1,6 +1,7 @@
 """Random faults against a real elastic job for minutes: what is promised must hold whatever the order.
 
-    python bench/soak.py --minutes 3 --seed 7
+    python bench/soak.py --minutes 3 --seed 7                 a script without a session, restarted
+    python bench/soak.py --online --seconds 120 --seed 7      one with a session, repaired while it runs (online.py)
 
 Three agents on loopback (`--nnodes 1:3`, gloo workers). At random moments: a worker is killed, the master is killed, an
 agent is killed and comes back, an agent is told to go and comes back, an agent is stopped for a while, a fork server
@@ -24,7 +25,9 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import NoReturn
 
+import online
 from machine import benchmark_environment, describe, heading, load
 from processes import Run, kill, marked_pids
 
@@ -185,12 +188,39 @@ def report(campaign: Soak, rounds: int) -> None:
     print("the job was whole again after every round, and succeeded; nothing was left behind")
 
 
+def online_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--online", action="store_true", help="hurt a session, and compare it with an undisturbed one")
+    group.add_argument("--model", choices=["ddp", "fsdp", "hsdp"], default="ddp")
+    group.add_argument("--ranks", type=int, default=0, help="of the whole job; 3, or 4 where it must be even")
+    group.add_argument("--nodes", type=int, choices=[1, 2], default=1, help="2: nodes die too, a third stands by")
+    group.add_argument("--spares", type=int, default=1, help="parked workers of each node")
+    group.add_argument("--seconds", type=float, default=120.0)
+    group.add_argument("--elastic", action="store_true", help="ranks may be lost: samples exact, losses close")
+    group.add_argument("--only", default="", help="names of faults (hurting.FAULTS), with commas between")
+    group.add_argument("--without", default="", help="the same, of those to leave out")
+    group.add_argument("--flags", default="", help="further flags of `holdfast run`, in one argument")
+
+
+def check(arguments: argparse.Namespace, error: Callable[[str], NoReturn]) -> None:
+    even = arguments.model == "hsdp" or arguments.nodes > 1
+    arguments.ranks = arguments.ranks or (4 if even else 3)
+    if even and arguments.ranks % 2:
+        error("hsdp and two nodes need an even number of ranks")
+    if arguments.elastic and arguments.model != "ddp":
+        error("--elastic is for ddp: a sharded model is built anew in a world of another size")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=3.0)
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4)))
+    online_flags(parser.add_argument_group("online"))
     arguments = parser.parse_args()
     print(f"{heading(describe())}; load {load()}; seed {arguments.seed}", flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that everything started is ended
+    if arguments.online:
+        check(arguments, parser.error)
+        sys.exit(online.soak(arguments))
     with tempfile.TemporaryDirectory(prefix="holdfast-soak-") as directory, Run(Path(directory)) as run:
         soak(run, arguments.minutes, arguments.seed)
 

@@ -1,4 +1,5 @@
-"""The main job in one minute: train with two workers, kill one half way, see the run go on and finish.
+"""The main job in a minute: train with two workers and a spare, kill one half way, see the others go on as if nothing
+had happened; then train undisturbed, and compare the bits.
 
     python examples/demo.py            (or: make demo)
 """
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 
 from holdfast.core.records import IncidentClosed, JobFinished, NodeStarted
@@ -26,15 +28,27 @@ def main() -> int:
 
 
 def demonstrate(directory: Path) -> int:
-    print(f"holdfast run --nproc-per-node 2 --max-restarts 3 examples/train_characters.py --steps {STEPS} …\n")
-    command = [sys.executable, "-m", "holdfast", "run", "--nproc-per-node", "2", "--max-restarts", "3"]
-    command += ["--rdzv-id", JOB, "--log-format", "text", str(ROOT / "examples/train_characters.py")]
-    command += ["--steps", str(STEPS), "--checkpoint", str(directory / "characters.pt")]
+    disturbed = train(directory, JOB, kill=True)
+    show(directory)
+    print("\nthe same again, undisturbed:\n", flush=True)
+    undisturbed = train(directory, "undisturbed", kill=False)
+    print(f"\nwith a kill  {disturbed}\nwithout      {undisturbed}")
+    is_same = bool(disturbed) and disturbed == undisturbed
+    print("the same bits" if is_same else "NOT the same bits")
+    return 0 if is_same else 1
+
+
+def train(directory: Path, job_id: str, *, kill: bool) -> str:
+    """The digest of the trained parameters; empty if the job failed."""
+    result = directory / f"{job_id}.digest"
+    command = [sys.executable, "-m", "holdfast", "run", "--nproc-per-node", "2", "--spares", "1"]
+    command += ["--rdzv-id", job_id, "--log-format", "text", str(ROOT / "examples/train_session.py")]
+    command += ["--steps", str(STEPS), "--result", str(result)]
     command += [str(path) for path in sorted((ROOT / "docs").glob("*.md"))]
-    job = subprocess.Popen(command, env=os.environ | {"HOLDFAST_STATE_DIR": str(directory)})
+    print("holdfast run " + " ".join(command[4:-1])[:110] + " …\n", flush=True)
+    job = subprocess.Popen(command, env=os.environ | {"HOLDFAST_STATE_DIR": str(directory), "OMP_NUM_THREADS": "1"})
     try:
-        victim = wait_until_half_way(directory, job)
-        if victim:
+        if kill and (victim := wait_until_half_way(directory, job)):
             print(f"\n>>> kill -9 {victim} (the worker of rank 1)\n", flush=True)
             os.kill(victim, signal.SIGKILL)
         code = job.wait()
@@ -42,8 +56,7 @@ def demonstrate(directory: Path) -> int:
         if job.poll() is None:
             job.terminate()
             job.wait()
-    show(directory)
-    return code
+    return result.read_text() if code == 0 else ""
 
 
 def journal_of(directory: Path) -> list[object]:
@@ -52,12 +65,10 @@ def journal_of(directory: Path) -> list[object]:
 
 
 def wait_until_half_way(directory: Path, job: subprocess.Popen) -> int:
-    """The process id of rank 1, once half of the steps are saved."""
-    import torch
-
-    checkpoint = directory / "characters.pt"
+    """The process id of rank 1, once half of the steps are committed: its own log of steps says so."""
     while job.poll() is None:
-        if checkpoint.exists() and torch.load(checkpoint, weights_only=True)["step"] >= STEPS // 2:
+        logs = list(directory.glob("logs/*/attempt_0/0/steps.jsonl"))
+        if logs and len(logs[0].read_text().splitlines()) >= STEPS // 2:
             started = [record for record in journal_of(directory) if isinstance(record, NodeStarted)]
             return started[-1].pids[1]
         time.sleep(0.05)
@@ -65,7 +76,8 @@ def wait_until_half_way(directory: Path, job: subprocess.Popen) -> int:
 
 
 def show(directory: Path) -> None:
-    """The receipt of the recovery, and how the job ended, from its journal."""
+    """The receipt of the recovery, who stayed, and how the job ended, from its journal."""
+    started = [record for record in journal_of(directory) if isinstance(record, NodeStarted)]
     for record in journal_of(directory):
         if isinstance(record, IncidentClosed):
             print(f"\nwhat happened: {record.cause}")
@@ -75,6 +87,8 @@ def show(directory: Path) -> None:
             print(f"  {'in all':12s} {(record.at - record.happened_at) * 1000:7.1f} ms")
         if isinstance(record, JobFinished):
             print(f"\nthe job {record.outcome.value}: {record.why}")
+    for before, after in pairwise(started):
+        print(f"processes: {list(before.pids)} → {list(after.pids)}")
 
 
 if __name__ == "__main__":

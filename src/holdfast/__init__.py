@@ -11,11 +11,42 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from holdfast.data.loader import Loader
     from holdfast.data.sampler import Sampler
+    from holdfast.data.stream import Stream
+    from holdfast.errors import RetryableError
+    from holdfast.failover import DynamicAgentFailoverExtension, DynamicFailoverExtension, FailoverStrategy
+    from holdfast.worker.elastic import elastic
+    from holdfast.worker.session import Job, init
+    from holdfast.worker.steps import Step
 
 __version__ = "0.1.0"
-__all__ = ["Loader", "Sampler", "__version__"]
+__all__ = [
+    "DynamicAgentFailoverExtension",
+    "DynamicFailoverExtension",
+    "FailoverStrategy",
+    "Job",
+    "Loader",
+    "RetryableError",
+    "Sampler",
+    "Step",
+    "Stream",
+    "__version__",
+    "elastic",
+    "init",
+]
 
-_ROOMS = {"Loader": "holdfast.data.loader", "Sampler": "holdfast.data.sampler"}
+_ROOMS = {
+    "DynamicAgentFailoverExtension": "holdfast.failover",
+    "DynamicFailoverExtension": "holdfast.failover",
+    "FailoverStrategy": "holdfast.failover",
+    "Job": "holdfast.worker.session",
+    "Loader": "holdfast.data.loader",
+    "RetryableError": "holdfast.errors",
+    "Sampler": "holdfast.data.sampler",
+    "Step": "holdfast.worker.steps",
+    "Stream": "holdfast.data.stream",
+    "elastic": "holdfast.worker.elastic",
+    "init": "holdfast.worker.session",
+}
 
 
 def __getattr__(name: str) -> Any:

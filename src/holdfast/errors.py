@@ -8,7 +8,12 @@ HoldfastError                 something expected went wrong; its text says what,
 ├── JournalError              the journal cannot be opened, read or appended to
 │   ├── JournalDamagedError   its contents do not add up; never repaired silently
 │   └── JournalLockedError    another master of this job holds it
-└── LaunchError               a process could not be started
+├── StateError                something in a tracked state cannot be kept, or does not fit where it is loaded
+├── ShardError                streamed shards cannot be read, so many that it is not the shards
+├── CheckpointError           a checkpoint cannot be written, or what is on disk cannot be read
+├── LaunchError               a process could not be started
+├── SettleError               the members of a view contradict one another about their state
+└── RetryableError            for users to raise inside a step: worth a second try in the same process
 
 A user's mistake is a sentence. A bug of ours is an AssertionError and a crash: nothing catches it.
 """
@@ -46,5 +51,29 @@ class JournalLockedError(JournalError):
     """Another master of this job holds the journal."""
 
 
+class StateError(HoldfastError):
+    """Something in a tracked state cannot be kept, or does not fit where it is loaded."""
+
+
+class ShardError(HoldfastError):
+    """Streamed shards cannot be read, so many that it is not the shards."""
+
+
+class CheckpointError(HoldfastError):
+    """A checkpoint cannot be written, or what is on disk cannot be read."""
+
+
 class LaunchError(HoldfastError):
     """A process could not be started."""
+
+
+class SettleError(HoldfastError):
+    """The members of a view contradict one another about their state."""
+
+
+class RetryableError(HoldfastError):
+    """For users to raise inside a step: the step is worth a second try, in the same process."""
+
+
+class ViewOverError(HoldfastError):
+    """The view is over: the collective did not happen, and the step will be repeated."""

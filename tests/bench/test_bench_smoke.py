@@ -77,3 +77,28 @@ def test_control_plane_measures_one_real_agent(temporary: Path) -> None:
     values = {finding["what"]: finding["value"] for finding in result["findings"]}
     assert 0.0 < values["agent: from exec to its node in the journal"] < 60.0
     assert values["agent: memory"] > 1.0
+
+
+def test_the_online_soak_ends_with_the_same_bits(temporary: Path) -> None:
+    """Without those faults of which each takes the hang timeout's two seconds."""
+    mark = secrets.token_hex(8)
+    flags = ("--online", "--seconds", "10", "--seed", "11", "--ranks", "2", "--without", "hang,stop_stranger")
+    finished = subprocess.run(
+        [sys.executable, str(BENCH / "soak.py"), *flags],
+        env={**os.environ, "TMPDIR": str(temporary), "SMOKE": mark},
+        capture_output=True,
+        text=True,
+        timeout=TIME_LIMIT_S,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert "held: 200 steps, the same bits" in finished.stdout
+    assert not list(temporary.iterdir()), "a run's directory was left behind"
+    assert not running(f"SMOKE={mark}"), "a process was left behind"
+
+
+def test_canonical_compares_both_reductions(temporary: Path) -> None:
+    flags = ("--worlds", "2:3", "--rounds", "1", "--steps", "2", "--width", "16", "--batch", "12")
+    (finding,) = run_bench(temporary, "canonical.py", *flags)["findings"]
+    assert (finding["ranks"], finding["slots"]) == (2, 3)
+    assert len(finding["average_s"]) == len(finding["canonical_s"]) == 1

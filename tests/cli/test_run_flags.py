@@ -1,4 +1,4 @@
-"""The command line of `holdfast run`: parity with torchrun, our own flags, refusals, the master's address, the doc."""
+"""The command line of `holdfast run`: parity with torchrun, our own flags, refusals, the doc."""
 
 import argparse
 import re
@@ -15,7 +15,8 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import Std
 
 from holdfast.cli.run_flag_table import FLAGS, GROUPS, Flag
-from holdfast.cli.run_flags import RunOptions, build_parser, master_endpoint, parse_run
+from holdfast.cli.run_flags import RunOptions, build_parser, parse_run
+from holdfast.core.ladder import LADDER
 from holdfast.core.settings import Settings
 from holdfast.errors import UsageError
 
@@ -66,6 +67,13 @@ SAMPLES = {
     "restart_grace": "2",
     "preload": "numpy,transformers.models",
     "log_format": "json",
+    "recovery": "exit,retry",
+    "spares": "2",
+    "spare_nodes": "1",
+    "replicas": "2",
+    "checkpoint_dir": "/shared/{job_id}",
+    "hang_timeout": "90",
+    "dynamic_failover_extension": "my.failover::Mine",
 }
 
 
@@ -273,6 +281,13 @@ def test_defaults() -> None:
         event_log_handler="null",
         logs_specs=None,
         max_restarts=0,
+        recovery=LADDER,
+        spares=0,
+        spare_nodes=0,
+        replicas=1,
+        checkpoint_dir=None,
+        hang_timeout_s=None,
+        dynamic_failover_extension=None,
         state_dir="/home/ada/.holdfast",
         heartbeat_interval_s=1.0,
         silence_timeout_s=5.0,
@@ -291,6 +306,7 @@ def test_defaults_of_the_flags_are_those_of_the_core() -> None:
     options, core = parse_run(["train.py"], HOME), Settings()
     shared = set(RunOptions.__struct_fields__) & set(Settings.__struct_fields__)
     assert {"settle_s", "join_timeout_s", "heartbeat_interval_s", "silence_timeout_s", "guard_window_s"} <= shared
+    assert {"recovery", "spares", "spare_nodes", "replicas"} <= shared
     for name in shared:
         assert getattr(options, name) == getattr(core, name), name
     assert (options.nnodes_min, options.nnodes_max) == (core.nodes_min, core.nodes_max)
@@ -517,38 +533,6 @@ def test_without_a_script(words: str) -> None:
 def test_what_standalone_and_run_path_overrule_is_not_refused() -> None:
     assert parsed("--standalone --rdzv-endpoint a:b --rdzv-id ''").standalone
     assert parsed("--run-path --no-python --module").run_path
-
-
-# The master's address.
-
-
-@pytest.mark.parametrize(
-    ("words", "endpoint"),
-    [
-        ("", ("127.0.0.1", 0)),
-        ("--standalone", ("127.0.0.1", 0)),
-        ("--standalone --rdzv-endpoint host:1 --master-port 2", ("127.0.0.1", 0)),
-        ("--master-addr 10.0.0.1", ("127.0.0.1", 0)),
-        ("--master-port 29501", ("127.0.0.1", 29501)),
-        ("--master-addr localhost --master-port 0", ("127.0.0.1", 0)),
-        ("--nnodes 2", ("127.0.0.1", 29500)),
-        ("--nnodes 2 --master-addr node0", ("node0", 29500)),
-        ("--nnodes 2 --master-addr [::1] --master-port 7", ("::1", 7)),
-        ("--nnodes 2 --master-addr fe80::1%eth0 --master-port 7", ("fe80::1%eth0", 7)),
-        ("--nnodes 2 --rdzv-endpoint node0:7 --master-port 8", ("node0", 7)),
-        ("--nnodes 2 --rdzv-endpoint node0 --master-port 8", ("node0", 29500)),
-        ("--rdzv-backend c10d", ("127.0.0.1", 0)),
-        ("--rdzv-backend c10d --master-port 8", ("127.0.0.1", 0)),
-        ("--rdzv-backend c10d --rdzv-endpoint localhost:0", ("127.0.0.1", 0)),
-        ("--rdzv-backend c10d --rdzv-endpoint node0 --nnodes 2", ("node0", 29400)),
-        ("--rdzv-backend c10d --rdzv-endpoint node0:7 --nnodes 2", ("node0", 7)),
-        ("--rdzv-backend c10d --rdzv-endpoint [::1]:7", ("::1", 7)),
-        ("--rdzv-backend holdfast --rdzv-endpoint [fe80::1]", ("fe80::1", 29400)),
-        ("--rdzv-backend etcd --rdzv-endpoint node0.example.org:7", ("node0.example.org", 7)),
-    ],
-)
-def test_the_masters_address(words: str, endpoint: tuple[str, int]) -> None:
-    assert master_endpoint(parsed(words)) == endpoint
 
 
 # Help, doc, import.

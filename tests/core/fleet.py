@@ -7,6 +7,10 @@ What lies between an agent and the master is explicit, so that a test can choose
 - orders wait in the agent's inbox, in order; a broken connection empties it;
 - a cut connection delivers nothing either way until it heals, and nobody is told.
 
+Workers that speak to Holdfast (`World.session`) are modelled by what they hold. A view settles when all of its workers
+are there and one complete copy of the state is among them; then it commits. When one of them dies or its step fails,
+the others' steps fail too. So if the core counts on somebody who holds nothing it comes out: the view never settles.
+
 Ports for stores are offered once and never again: with each hello, and whenever an order was followed, since views
 that the agent never heard of may have taken the port it offered last. What was offered stays open until it is used.
 """
@@ -17,12 +21,16 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import assert_never
 
+import msgspec
+
 from core.world import World
 from holdfast.core import events as e
 from holdfast.core import orders as o
 from holdfast.core.conclude import next_deadline
+from holdfast.core.copies import Holder, Layout, lack
 from holdfast.core.decide import decide
 from holdfast.core.faults import NotStarted
+from holdfast.core.ladder import Strategy
 from holdfast.core.state import Gathering
 
 ROUNDS_MAX = 300
@@ -48,6 +56,18 @@ class Agent:
     serve: o.Serve | None = None
     running: set[int] = field(default_factory=set)
     """Local ranks whose processes run."""
+    dead: set[int] = field(default_factory=set)
+    """Those that failed in the view it serves."""
+    held: set[int] = field(default_factory=set)
+    """Those whose step failed in it."""
+    holds: dict[int, Holder] = field(default_factory=dict)
+    """By local rank: what it has of the state."""
+    joined: int = 0
+    committed: int = 0
+    """The last view its workers came into, and committed a step in."""
+    parked: int = 0
+    wanted: int = 0
+    """Spares that it has, and was told to keep."""
 
     @property
     def reachable(self) -> bool:
@@ -95,7 +115,9 @@ class Fleet:
         self.mail = [(a, m) for a, m in self.mail if a is not agent or not isinstance(m, e.StoreOffered)]
         port = self._open_port(agent)
         self.take_in(
-            self.world.hello(agent.node_id, life=agent.life, store_port=port, dead_lives=agent.dead_lives)
+            self.world.hello(
+                agent.node_id, life=agent.life, store_port=port, dead_lives=agent.dead_lives, parked=agent.parked
+            )
         )
 
     def _open_port(self, agent: Agent) -> int:
@@ -128,8 +150,8 @@ class Fleet:
         self.take_in(self.world.silent(agent.node_id, life=agent.life))
 
     def leave(self, agent: Agent) -> None:
-        agent.leaving, agent.serve = True, None
-        agent.running.clear()
+        agent.leaving = True
+        self._stop(agent)
         self._report(agent, self.world.leaving(agent.node_id, life=agent.life))
 
     def goodbye(self, agent: Agent) -> None:
@@ -137,11 +159,16 @@ class Fleet:
         self._end(agent)
 
     def _end(self, agent: Agent) -> None:
-        agent.alive, agent.connected, agent.serve = False, False, None
+        agent.alive, agent.connected = False, False
         agent.inbox.clear()
-        agent.running.clear()
+        self._stop(agent)
         self.agents.remove(agent)
         self.dead.add(agent.life)
+
+    def _stop(self, agent: Agent) -> None:
+        agent.serve, agent.parked, agent.wanted = None, 0, 0
+        for workers in (agent.running, agent.dead, agent.held, agent.holds):
+            workers.clear()
 
     # --- reports
 
@@ -154,7 +181,7 @@ class Fleet:
 
     def deliver(self, index: int, *, again: bool = False) -> None:
         agent, event = self.mail[index]
-        offer = isinstance(event, e.StoreOffered)
+        offer = isinstance(event, e.StoreOffered | e.SparesChanged)  # used up by what they lead to
         if not again or offer:
             del self.mail[index]
         if self.world.job.live(agent.node_id, agent.life) is None:
@@ -164,15 +191,21 @@ class Fleet:
 
     def workers_fail(self, agent: Agent, local_rank: int, *, collateral: bool) -> None:
         assert agent.serve is not None
-        agent.running.discard(local_rank)
+        self._end_worker(agent, local_rank)
+        agent.dead.add(local_rank)
         event = self.world.failed(
             agent.node_id, local_rank, view=agent.serve.view, life=agent.life, collateral=collateral
         )
         self._report(agent, event)
 
+    def _end_worker(self, agent: Agent, local_rank: int) -> None:
+        agent.running.discard(local_rank)
+        agent.held.discard(local_rank)
+        agent.holds.pop(local_rank, None)
+
     def worker_succeeds(self, agent: Agent, local_rank: int) -> None:
         assert agent.serve is not None
-        agent.running.discard(local_rank)
+        self._end_worker(agent, local_rank)
         self._report(
             agent, self.world.succeeded(agent.node_id, local_rank, view=agent.serve.view, life=agent.life)
         )
@@ -188,9 +221,7 @@ class Fleet:
             case o.Serve():
                 self._serve(agent, order, startable)
             case o.Hold():
-                agent.serve = None
-                agent.running.clear()
-                self._offer(agent)
+                self._hold(agent, order)
             case o.Exit():
                 self._end(agent)
             case o.Refuse():
@@ -199,20 +230,140 @@ class Fleet:
                 assert_never(order)
 
     def _serve(self, agent: Agent, order: o.Serve, startable: bool) -> None:
-        if agent.leaving or (agent.serve and agent.serve.view == order.view):
+        if agent.leaving:
+            return
+        agent.wanted = order.spares
+        if agent.serve and agent.serve.view == order.view:
             return
         assert agent.serve is None or agent.serve.view < order.view, "an older view is ordered"
+        new = self._take_seats(agent, order)
         agent.serve = order
-        agent.running = set(range(self.world.workers))
         if order.store_here:
             agent.ports.remove(order.store_port)
         self._offer(agent)
-        if startable:
+        if startable or not new:
             self._report(agent, self.world.started(agent.node_id, view=order.view, life=agent.life))
         else:
-            agent.running.discard(0)
+            self._end_worker(agent, new[0])
+            agent.dead.add(new[0])
             end = NotStarted("no such file")
-            self._report(agent, self.world.failed(agent.node_id, view=order.view, life=agent.life, end=end))
+            event = self.world.failed(agent.node_id, new[0], view=order.view, life=agent.life, end=end)
+            self._report(agent, event)
+
+    def _take_seats(self, agent: Agent, order: o.Serve) -> list[int]:
+        """Who lives takes its new place, the rest is filled; the local ranks that were."""
+        living = sorted(agent.running - set(order.replaced)) if order.kept else []
+        if len(living) >= order.workers:
+            moves = dict(zip(living, range(order.workers), strict=False))
+        else:
+            assert not living or living[-1] < order.workers or len(living) < order.workers
+            free = iter([seat for seat in range(order.workers) if seat not in living])
+            moves = {seat: seat if seat < order.workers else next(free) for seat in living}
+        agent.holds = {moves[seat]: holder for seat, holder in agent.holds.items() if seat in moves}
+        agent.running = set(range(order.workers))
+        agent.dead, agent.held = set(), set()
+        new = sorted(agent.running - set(moves.values()))
+        if not order.kept:
+            self._park(agent, 0)
+        elif order.strategy is Strategy.RECOVER:
+            self._park(agent, max(agent.parked - len(new), 0))
+        return new
+
+    def _hold(self, agent: Agent, order: o.Hold) -> None:
+        parked = agent.parked
+        self._stop(agent)
+        agent.parked, agent.wanted = parked, order.spares
+        agent.leaving = agent.leaving or order.leaving
+        self._park(agent, min(parked, order.spares))
+        self._offer(agent)
+
+    # --- workers that speak to Holdfast
+
+    def _park(self, agent: Agent, parked: int) -> None:
+        if parked != agent.parked:
+            agent.parked = parked
+            self._report(agent, self.world.parked(agent.node_id, parked, life=agent.life))
+
+    def park(self, agent: Agent) -> None:
+        """One more spare is ready, if it was wanted."""
+        self._park(agent, min(agent.parked + 1, agent.wanted))
+
+    def step_fails(self, agent: Agent, local_rank: int, error: str = "") -> None:
+        assert agent.serve is not None
+        agent.held.add(local_rank)
+        view = agent.serve.view
+        self._report(agent, self.world.stumbled(agent.node_id, local_rank, view=view, life=agent.life, error=error))
+
+    def stall(self, agent: Agent) -> None:
+        assert agent.serve is not None
+        steps = [5 + local_rank for local_rank in range(agent.serve.workers)]
+        self._report(agent, self.world.stalled(agent.node_id, *steps, view=agent.serve.view, life=agent.life))
+
+    def train(self) -> bool:
+        """What goes on between workers: echoes of faults, views that settle, steps that commit. Did anything happen?"""
+        if self.world.session is None:
+            return False
+        by_view: dict[int, list[Agent]] = {}
+        for agent in self.agents:
+            if agent.serve:
+                by_view.setdefault(agent.serve.view, []).append(agent)
+        went_on = [self._train(agents) for agents in by_view.values()]
+        return any(went_on)
+
+    def _train(self, agents: list[Agent]) -> bool:
+        serve = agents[0].serve
+        assert serve is not None and self.world.session is not None
+        together = len(agents) == serve.group_world_size
+        torn = not together and any(a.joined == serve.view for a in agents)
+        if torn or any(a.dead or a.held for a in agents):
+            return self._echo(agents)
+        if not together or any(a.serve is None or len(a.running) < a.serve.workers for a in agents):
+            return False
+        if any(a.joined < serve.view for a in agents):
+            return self._join(agents, serve)
+        if serve.strategy is Strategy.DUMP:
+            for agent in agents:
+                for local_rank in sorted(agent.running):
+                    self.worker_succeeds(agent, local_rank)
+            return True
+        return self._commit(agents, serve)
+
+    def _echo(self, agents: list[Agent]) -> bool:
+        echoes = [(a, i) for a in agents for i in sorted(a.running - a.held)]
+        for agent, local_rank in echoes:
+            self.step_fails(agent, local_rank)
+        return bool(echoes)
+
+    def _join(self, agents: list[Agent], serve: o.Serve) -> bool:
+        if serve.kept and lack(holder for a in agents for holder in a.holds.values()):
+            return False  # they wait for a state that nobody has
+        info = self.world.session
+        assert info is not None
+        session = msgspec.structs.replace(info, shards=min(info.shards, serve.world_size))
+        layout = Layout(
+            shards=session.shards,
+            replicas=session.replicas,
+            world_size=serve.world_size,
+            first_ranks=serve.first_ranks,
+        )
+        for agent in agents:
+            assert agent.serve is not None
+            for seat in agent.running:
+                had = agent.holds.get(seat)
+                fresh = had is None or had.layout != layout or had.fresh
+                rank = agent.serve.first_rank + seat
+                agent.holds[seat] = Holder(view=serve.view, rank=rank, layout=layout, fresh=fresh)
+            agent.joined = serve.view
+            self._report(agent, self.world.settled(agent.node_id, session, view=serve.view, life=agent.life))
+        return True
+
+    def _commit(self, agents: list[Agent], serve: o.Serve) -> bool:
+        late = [agent for agent in agents if agent.committed < serve.view]
+        for agent in late:
+            agent.committed = serve.view
+            agent.holds = {i: msgspec.structs.replace(h, fresh=False) for i, h in agent.holds.items()}
+            self._report(agent, self.world.committed(agent.node_id, view=serve.view, life=agent.life))
+        return bool(late)
 
     def _refused(self, agent: Agent, order: o.Refuse) -> None:
         agent.connected = False
@@ -284,4 +435,8 @@ class Fleet:
                 busy = True
         for index in reversed(self.deliverable()):
             self.deliver(index)
-        return busy
+        for agent in self.agents:
+            if agent.parked < agent.wanted:
+                self.park(agent)
+                busy = True
+        return self.train() or busy

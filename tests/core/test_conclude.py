@@ -53,6 +53,14 @@ def test_all_ranks_are_told_where_to_meet() -> None:
         store_here=False,
         restart_count=0,
         restarts_max=3,
+        workers=2,
+        first_ranks=(0, 2),
+        kept=False,
+        planned=False,
+        strategy=None,
+        replaced=(),
+        spares=0,
+        session=None,
     )
     assert isinstance(serve["a"], o.Serve) and serve["a"].store_here
 

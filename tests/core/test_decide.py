@@ -237,6 +237,17 @@ def everything_from(world: World, node_id: str, life: str, view: int) -> list[e.
         world.broke(node_id, life=life),
         world.silent(node_id, life=life),
         world.gone(node_id, life=life),
+        *session_news(world, node_id, life, view),
+        world.parked(node_id, 1, life=life),
+    ]
+
+
+def session_news(world: World, node_id: str, life: str, view: int) -> list[e.Event]:
+    return [
+        world.settled(node_id, view=view, life=life),
+        world.stumbled(node_id, view=view, life=life),
+        world.stalled(node_id, 3, view=view, life=life),
+        world.committed(node_id, view=view, life=life),
     ]
 
 
@@ -274,17 +285,20 @@ def test_what_workers_of_an_older_view_do_changes_nothing_once_the_incident_is_c
     world.start_all()
     assert world.job.incident is None
     assert_unheard(world, [f(node, view=1) for node in "ab" for f in (world.started, world.succeeded, world.failed)])
+    assert_unheard(world, session_news(world, "a", "a.1", 1))
 
 
 def test_a_view_that_does_not_exist_yet_is_not_heard_of() -> None:
     world = World().run("a", "b")
     assert_unheard(world, [world.started("a", view=2), world.succeeded("a", view=2), world.failed("a", view=2)])
+    assert_unheard(world, session_news(world, "a", "a.1", 2))
 
 
 def test_a_standby_has_nothing_to_say_about_the_view() -> None:
     world = World().run("a", "b")
     world.do(world.hello("c"))
     assert_unheard(world, [world.started("c"), world.succeeded("c"), world.failed("c")])
+    assert_unheard(world, session_news(world, "c", "c.1", 1))
 
 
 TWICE: dict[str, Callable[[World], e.Event]] = {
@@ -295,6 +309,13 @@ TWICE: dict[str, Callable[[World], e.Event]] = {
     "silent": lambda w: w.silent("a"),
     "leaving": lambda w: w.leaving("a"),
     "gone": lambda w: w.gone("a"),
+    "settled": lambda w: w.settled("a"),
+    "stumbled": lambda w: w.stumbled("a"),
+    "stalled": lambda w: w.stalled("a", 3),
+    "committed": lambda w: w.committed("a"),
+    "parked": lambda w: w.parked("a", 1),
+    "drain": lambda w: e.DrainAsked(node_id="a", why="asked to"),
+    "resize": lambda w: e.ResizeAsked(nodes=3, why="asked to"),
 }
 
 

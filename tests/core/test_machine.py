@@ -19,12 +19,32 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from core.fleet import Agent, Fleet
 from core.world import World
+from holdfast.core import events as e
 from holdfast.core import records as r
+from holdfast.core.ladder import LADDER, Strategy
+from holdfast.core.planned import may_resize
 from holdfast.core.views import View
 
 pytestmark = pytest.mark.timeout(900)  # when it fails, finding the shortest story takes longer than running
 EXAMPLES = int(os.environ.get("HOLDFAST_EXAMPLES", "0"))
 SIZES = [(1, 1), (1, 2), (1, 3), (2, 2), (2, 3), (3, 3)]
+SESSIONS = [
+    None,
+    e.SessionInfo(),
+    e.SessionInfo(),
+    e.SessionInfo(resizable=False),
+    e.SessionInfo(shards=2),
+    e.SessionInfo(shards=4, replicas=1, resizable=False),
+    e.SessionInfo(shards=4, replicas=1),
+]
+RECOVERIES = [
+    LADDER,
+    LADDER,
+    LADDER,
+    *(tuple(s for s in LADDER if s is not rung) for rung in LADDER[:4]),
+    (Strategy.RECOVER, Strategy.ELASTIC_TRAINING),
+    (Strategy.EXIT,),
+]
 PAUSES_S = [0.05, 0.3, 0.5, 4.0, 31.0]
 
 picks = st.integers(0, 7)
@@ -39,9 +59,25 @@ class Machine(RuleBasedStateMachine):
         workers=st.integers(1, 2),
         joining=st.integers(1, 4),
         up=st.sampled_from([True, True, False]),
+        session=st.sampled_from(SESSIONS),
+        recovery=st.sampled_from(RECOVERIES),
+        spares=st.integers(0, 2),
+        spare_nodes=st.integers(0, 1),
     )
-    def begin(self, size: tuple[int, int], restarts: int, workers: int, joining: int, up: bool) -> None:
-        self.world = World(nodes=size, restarts=restarts, workers=workers)
+    def begin(
+        self,
+        size: tuple[int, int],
+        restarts: int,
+        workers: int,
+        joining: int,
+        up: bool,
+        session: e.SessionInfo | None,
+        recovery: tuple[Strategy, ...],
+        spares: int,
+        spare_nodes: int,
+    ) -> None:
+        online = {"session": session, "recovery": recovery, "spares": spares, "spare_nodes": spare_nodes}
+        self.world = World(nodes=size, restarts=restarts, workers=workers, **online)
         self.fleet = Fleet(self.world)
         for node_id in "abcd"[:joining]:
             self.fleet.start(node_id, vouch=True)
@@ -62,6 +98,15 @@ class Machine(RuleBasedStateMachine):
 
     def working(self) -> list[Agent]:
         return [a for a in self.fleet.agents if a.running]
+
+    def at_work(self) -> list[Agent]:
+        """Whose workers may be through: of those that speak to Holdfast, such as have come into their view."""
+        speaks = self.world.session is not None
+        working = [a for a in self.working() if a.running - a.held]
+        return [a for a in working if not speaks or (a.serve and a.joined == a.serve.view)]
+
+    def speaking(self) -> list[Agent]:
+        return [a for a in self.working() if self.world.session and a.running - a.held]
 
     # --- nodes come and go
 
@@ -120,11 +165,42 @@ class Machine(RuleBasedStateMachine):
         agent = self.pick(pick, self.working())
         self.fleet.workers_fail(agent, sorted(agent.running)[pick % len(agent.running)], collateral=collateral)
 
-    @precondition(lambda self: self.working())
+    @precondition(lambda self: self.at_work())
     @rule(pick=picks)
     def a_worker_succeeds(self, pick: int) -> None:
-        agent = self.pick(pick, self.working())
-        self.fleet.worker_succeeds(agent, min(agent.running))
+        agent = self.pick(pick, self.at_work())
+        self.fleet.worker_succeeds(agent, min(agent.running - agent.held))
+
+    # --- workers that speak to Holdfast
+
+    @precondition(lambda self: self.speaking())
+    @rule(pick=picks, error=st.sampled_from(["", "", "OSError"]))
+    def a_step_fails(self, pick: int, error: str) -> None:
+        agent = self.pick(pick, self.speaking())
+        self.fleet.step_fails(agent, sorted(agent.running - agent.held)[0], error)
+
+    @precondition(lambda self: self.speaking())
+    @rule(pick=picks)
+    def nothing_moves(self, pick: int) -> None:
+        self.fleet.stall(self.pick(pick, self.speaking()))
+
+    @precondition(lambda self: any(a.parked < a.wanted for a in self.fleet.agents))
+    @rule(pick=picks)
+    def a_spare_parks(self, pick: int) -> None:
+        self.fleet.park(self.pick(pick, [a for a in self.fleet.agents if a.parked < a.wanted]))
+
+    @precondition(lambda self: self.world.session)
+    @rule()
+    def workers_train(self) -> None:
+        self.fleet.train()
+
+    @rule(node_id=st.sampled_from("abcde"))
+    def a_node_is_to_drain(self, node_id: str) -> None:
+        self.fleet.take_in(e.DrainAsked(node_id=node_id, why="asked to"))
+
+    @rule(nodes=st.integers(1, 4))
+    def another_size_is_wanted(self, nodes: int) -> None:
+        self.fleet.take_in(e.ResizeAsked(nodes=nodes, why="asked to"))
 
     # --- what is under way arrives
 
@@ -210,6 +286,19 @@ class Machine(RuleBasedStateMachine):
         assert len(set(views)) == len(views), "decided twice about one view"
         assert self.world.job.restarts_used == sum(d.counted for d in decided)
 
+    @invariant()
+    def only_what_starts_anew_counts(self) -> None:
+        for record in self.world.history:
+            if isinstance(record, r.IncidentDecided) and record.counted:
+                assert record.strategy in (Strategy.RESTART, Strategy.WAIT)
+
+    @invariant()
+    def a_recovery_that_kept_workers_was_proved(self) -> None:
+        kept = {rec.view.number for rec in self.world.history if isinstance(rec, r.ViewFormed) and rec.view.kept}
+        proved = {rec.view for rec in self.world.history if isinstance(rec, r.StepProved)}
+        closed = {rec.view_after for rec in self.world.history if isinstance(rec, r.IncidentClosed)}
+        assert closed & kept <= proved
+
     # --- what must hold in the end
 
     def teardown(self) -> None:
@@ -219,18 +308,27 @@ class Machine(RuleBasedStateMachine):
         if self.world.finished:
             assert not self.fleet.agents, "the job is over and somebody was not told"
             return
-        nodes_min, nodes_max = self.world.settings.nodes_min, self.world.settings.nodes_max
+        settings = self.world.job.settings
         here = {a.node_id: a for a in self.fleet.agents}
         assert len(here) == len(self.fleet.agents), "two live under one id"
         if self.world.gathering:
-            assert len(here) < nodes_min, "enough nodes are there and nothing happens"
+            assert sum(n.eligible for n in self.world.job.nodes.values()) < settings.nodes_min, (
+                "enough nodes are there and nothing happens"
+            )
             return
         job = self.world.job
-        assert job.incident is None and not job.failed and job.started == set(job.members)
+        assert not job.failed and not job.held and job.started == set(job.members)
+        assert job.done or job.incident is None, "a recovery does not come to an end"
+        assert job.done or self.world.session is None or job.proved >= 0, "no step is committed"
         assert set(job.members) <= set(here)
-        assert len(job.members) == min(nodes_max, len(here)) or job.done, "somebody was not taken in"
+        if not job.done and (self.world.session is None or may_resize(job)):
+            eligible = sum(n.eligible for n in job.nodes.values())
+            assert len(job.members) == min(settings.nodes_max, eligible), "somebody was not taken in"
+            full = all(m.workers == job.nodes[m.node_id].info.workers for m in job.members.values())
+            assert full, "a seat stays empty"
         for node_id, agent in here.items():
             assert (agent.serve.view if agent.serve else 0) == (self.world.view_number if node_id in job.members else 0)
+        for agent in here.values():
             for local_rank in sorted(agent.running):
                 self.fleet.worker_succeeds(agent, local_rank)
         self.fleet.settle()

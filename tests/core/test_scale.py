@@ -6,10 +6,14 @@ import hashlib
 import heapq
 from collections.abc import Callable
 from random import Random
+from typing import Any
 
 import pytest
 
 from core.world import World, durable
+from holdfast.core.events import SessionInfo
+from holdfast.core.ladder import Strategy
+from holdfast.core.records import ViewFormed
 from holdfast.core.state import Present
 
 NODES = 1_000
@@ -23,9 +27,9 @@ FAULTS_A_DAY = {"node dies": 24, "node falls silent": 8, "worker fails": 24, "no
 class Day:
     """Makes a day's events from a seed, and follows them to its end."""
 
-    def __init__(self, seed: int) -> None:
-        self.random = Random(seed)
-        self.world = World(nodes=(NODES - 100, NODES), restarts=1_000)
+    def __init__(self, seed: int, nodes: int = NODES, **settings: Any) -> None:
+        self.random, self.nodes = Random(seed), nodes
+        self.world = World(nodes=(nodes - nodes // 10, nodes), **{"restarts": 1_000} | settings)
         self.world.careful = False
         self.agenda: list[tuple[float, int, Callable[[], None]]] = []
         self.entries = 0
@@ -36,7 +40,7 @@ class Day:
 
     def live(self) -> None:
         world, end = self.world, self.world.now + DAY_S
-        ids = [f"n{i:04}" for i in range(NODES + SPARES)]
+        ids = [f"n{i:04}" for i in range(self.nodes + SPARES)]
         self.random.shuffle(ids)
         world.do(*(world.hello(node_id) for node_id in ids))
         self.settle_down()
@@ -107,6 +111,48 @@ class Day:
         for line in self.world.journal:
             digest.update(line)
         return digest.hexdigest()
+
+
+class OnlineDay(Day):
+    """The same for workers that speak to Holdfast."""
+
+    def settle_down(self) -> None:
+        """Time for verdicts; who is to keep spares has them; every view settles and commits a step."""
+        world = self.world
+        world.wait(1.0)
+        for _ in range(20):
+            wanted = {n: world.told[world.life(n)].spares for n in self.here()}  # type: ignore[union-attr]
+            world.do(*(world.parked(n, spares) for n, spares in wanted.items() if world.job.nodes[n].parked < spares))
+            world.wait(1.0)
+            if world.finished or not world.serving or world.job.proved >= 0:
+                return
+            world.wait(START_UP_S)
+            world.prove()
+        raise AssertionError("it does not come to rest")
+
+    def here(self) -> list[str]:
+        nodes = self.world.job.nodes.values()
+        return [n.node_id for n in nodes if n.eligible and self.world.life(n.node_id) in self.world.told]
+
+    def die(self) -> None:
+        node_id = self.someone()
+        neighbours = self.random.sample(self.world.members, 2)
+        self.world.do(*(self.world.stumbled(n) for n in neighbours if n != node_id))
+        self.world.do(self.world.broke(node_id))
+        self.repair(node_id)
+
+
+def test_workers_that_are_kept_live_through_a_day_without_a_restart() -> None:
+    day = OnlineDay(11, 150, workers=2, restarts=0, session=SessionInfo(), spares=1, spare_nodes=SPARES)
+    day.live()
+    job = day.world.job
+    assert day.world.serving and job.incident is None and job.proved >= 0 and job.restarts_used == 0
+    formed = [record.view for record in day.world.history if isinstance(record, ViewFormed)]
+    assert all(view.kept for view in formed[1:]) and len(formed) > sum(FAULTS_A_DAY.values()) / 2
+    assert all(incident.step >= 0 for incident in job.incidents)
+    assert {i.strategy for i in job.incidents} >= {Strategy.RECOVER} and {i.kind for i in job.incidents} >= {"worker"}
+    alive = sum(node.eligible for node in job.nodes.values())
+    assert len(job.members) == min(150, alive) and job.view and job.view.world_size == 2 * len(job.members)
 
 
 @pytest.fixture(scope="module")

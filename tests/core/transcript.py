@@ -4,11 +4,15 @@ A line that begins with `>` is an input; the indented lines after it are what is
 `kind what: why`, orders as `-> life what`, and when the job wants to be woken. Several events joined by `;` are one
 batch. `#` begins a comment. Inputs:
 
-    job nodes=1:2 restarts=3 workers=2          settings by their names; always first
+    job nodes=1:2 restarts=3 workers=2          settings by their names; always first. Also recovery=retry,exit; and of
+                                                workers that speak to Holdfast, shards=4 replicas=1 fixed=1
     hello a [dead=a.1] [rank=0] [workers=4] [boot=boot-2] [pid=7] [port=0]
     started a        succeeded a [0]        offers a [port]
     failed a [0] [exit=1|signal=9|oom|unstartable] [collateral] [view=1]
+    settled a        committed a [8]        parked a 1                   stalled a 5 4 (their steps)
+    stumbled a [0] [error=ValueError]       by another's doing, or by an error of its own
     broke a          silent a               leaving a [signal=15]        gone a
+    drain a          resize 3
     (any of them)    [life=2]: from here on the node's events come from its second life
     wait 0.5         let so many seconds pass
     wake             go to the next deadline
@@ -27,8 +31,10 @@ from holdfast.core import orders as o
 from holdfast.core import records as r
 from holdfast.core.conclude import next_deadline
 from holdfast.core.faults import End, Exited, NotStarted, OutOfMemory, Signalled, describe
+from holdfast.core.ladder import Strategy
 from holdfast.core.state import Finished, Gathering, Serving
 
+INTEGERS = ("restarts", "workers", "spares", "spare_nodes", "rung_tries_max", "shards", "replicas", "fixed")
 SIGNALS = {9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
 
 
@@ -95,9 +101,17 @@ def _perform(world: World, text: str, words: list[str]) -> None:
 def _world(words: list[str]) -> World:
     options = _options(words)
     nodes_min, _, nodes_max = options.pop("nodes").partition(":")
-    integers = {key: int(options.pop(key)) for key in ("restarts", "workers") if key in options}
+    integers = {key: int(options.pop(key)) for key in INTEGERS if key in options}
+    rungs = options.pop("recovery", "")
+    recovery = {"recovery": tuple(Strategy(word) for word in rungs.split(","))} if rungs else {}
+    session = e.SessionInfo(
+        shards=integers.pop("shards", 1),
+        replicas=integers.pop("replicas", 0),
+        resizable=not integers.pop("fixed", 0),
+    )
     seconds = {key: float(value) for key, value in options.items()}
-    return World(nodes=(int(nodes_min), int(nodes_max or nodes_min)), **integers, **seconds)  # type: ignore[arg-type]
+    nodes = (int(nodes_min), int(nodes_max or nodes_min))
+    return World(nodes=nodes, session=session, **integers, **recovery, **seconds)
 
 
 def _options(words: list[str]) -> dict[str, str]:
@@ -108,7 +122,8 @@ def _event(world: World, words: list[str]) -> e.Event:
     kind, node_id, *rest = words
     options = _options([word for word in rest if "=" in word])
     bare = [word for word in rest if "=" not in word]
-    number = next((int(word) for word in bare if word.isdigit()), None)
+    numbers = [int(word) for word in bare if word.isdigit()]
+    number = numbers[0] if numbers else None
     if "life" in options:
         world.lives[node_id] = int(options["life"])
     if kind == "hello":
@@ -126,6 +141,13 @@ def _event(world: World, words: list[str]) -> e.Event:
         "silent": lambda: world.silent(node_id),
         "leaving": lambda: world.leaving(node_id, int(options.get("signal", "15"))),
         "gone": lambda: world.gone(node_id),
+        "settled": lambda: world.settled(node_id),
+        "committed": lambda: world.committed(node_id, 8 if number is None else number),
+        "parked": lambda: world.parked(node_id, number or 0),
+        "stalled": lambda: world.stalled(node_id, *numbers),
+        "stumbled": lambda: world.stumbled(node_id, number or 0, error=options.get("error", "")),
+        "drain": lambda: e.DrainAsked(node_id=node_id, why="asked to"),
+        "resize": lambda: e.ResizeAsked(nodes=int(node_id), why="asked to"),
     }
     return makers[kind]()
 
@@ -178,20 +200,35 @@ def _told(record: r.Record) -> str:
             return f"for {deadline - at:.0f} s: {why}"
         case r.ViewFormed(view=view, why=why):
             members = " ".join(f"{m.incarnation}[{_ranks(m.first_rank, m.workers)}]" for m in view.members)
-            return f"{view.number} {members}, store {view.store_node_id}:{view.store_port}: {why}"
+            kept = f", {_kept(view.planned, view.strategy)}" if view.kept else ""
+            return f"{view.number} {members}{kept}, store {view.store_node_id}:{view.store_port}: {why}"
         case r.NodeStarted(node_id=node_id, view=number):
             return f"{node_id} in view {number}"
         case r.WorkerDone(node_id=node_id, local_rank=local_rank, view=number):
             return f"{node_id}/{local_rank} in view {number}"
         case r.WorkerLost(failure=failure, late=late):
             return f"{'late, ' if late else ''}{describe(failure)}"
+        case r.NodeSettled(node_id=node_id, view=number):
+            return f"{node_id} in view {number}"
+        case r.StepBroken(node_id=node_id, stumble=stumble):
+            return f"{node_id}/{stumble.local_rank} in step {stumble.step}: {stumble.exception}"
+        case r.WorkersStuck(node_id=node_id, stalled_s=stalled_s):
+            return f"{node_id} for {stalled_s:.0f} s"
+        case r.StepProved(view=number, step=step):
+            return f"step {step} of view {number}"
+        case r.JobResized(nodes=nodes, why=why):
+            return f"{nodes}: {why}"
+        case r.SparesKnown(node_id=node_id, parked=parked):
+            return f"{node_id}: {parked}"
         case r.IncidentOpened(number=number, kind=kind, cause=cause):
             return f"{number} {kind}: {cause}"
         case r.IncidentDecided(number=number, kind=kind, strategy=strategy, counted=counted, why=why):
             return f"{number} {kind}, {strategy.value}{', counted' if counted else ''}: {why}"
         case r.IncidentClosed(number=number, kind=kind, cause=cause):
             spent = f"view {record.view_before} to {record.view_after}, {record.at - record.detected_at:.3f} s"
-            return f"{number} {kind}, {spent}, restarts {record.restarts_used}, folded {record.collateral}: {cause}"
+            proof = f", step {record.step}" if record.step >= 0 else ""
+            spent = f"{spent}{proof}, restarts {record.restarts_used}, folded {record.collateral}"
+            return f"{number} {kind}, {spent}: {cause}"
         case r.JobFinished(outcome=outcome, exit_code=code, why=why):
             return f"{outcome.value}, code {code}: {why}"
         case r.LinkLost(node_id=node_id) | r.LinkRestored(node_id=node_id):
@@ -207,15 +244,25 @@ def _order(addressed: o.Addressed) -> str:
         case o.Serve() as serve:
             place = f"group rank {serve.group_rank} of {serve.group_world_size}, ranks from {serve.first_rank}"
             here = " here" if serve.store_here else ""
-            what = f"serve view {serve.view}: {place} of {serve.world_size}, store {serve.store_port}{here}"
-        case o.Hold(why=why):
-            what = f"hold: {why}"
+            kept = f", {_kept(serve.planned, serve.strategy)}" if serve.kept else ""
+            ended = f", end {' '.join(map(str, serve.replaced))} first" if serve.replaced else ""
+            spares = f", spares {serve.spares}" if serve.spares else ""
+            store = f"store {serve.store_port}{here}"
+            what = f"serve view {serve.view}: {place} of {serve.world_size}, {store}{kept}{ended}{spares}"
+        case o.Hold(why=why) as hold:
+            release = f", release for view {hold.release}" if hold.release else ""
+            spares = f", spares {hold.spares}" if hold.spares else ""
+            what = f"hold{release}{spares}: {why}"
         case o.Exit(exit_code=code):
             what = f"exit {code}"
         case o.Refuse(retry_after_s=retry_after_s, rejoin=rejoin):
             when = "for good" if retry_after_s is None else f"for {retry_after_s:.1f} s"
             what = "refuse: rejoin" if rejoin else f"refuse: {when}"
     return f"-> {addressed.incarnation} {what}"
+
+
+def _kept(planned: bool, strategy: Strategy | None) -> str:
+    return f"{'planned' if planned else 'kept'} by {strategy.value if strategy else 'nothing'}"
 
 
 def _ranks(first: int, workers: int) -> str:

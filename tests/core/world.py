@@ -25,13 +25,14 @@ from holdfast.core.conclude import next_deadline
 from holdfast.core.evolve import evolve
 from holdfast.core.faults import End, Exited, Failure
 from holdfast.core.invariants import check_all
+from holdfast.core.ladder import FailoverStrategy
 from holdfast.core.settings import Settings
 from holdfast.core.state import Finished, Gathering, Job, Node, Present, Serving
 from holdfast.core.transact import Transaction, begin, replay, transact
 
 START = 100.0
 EXITED = Exited(1)
-SOFT_FIELDS = {"link", "store_port"}
+SOFT_FIELDS = {"link", "store_port", "parked", "parked_at"}
 """What a node's records of connections say; a journal does not hold it."""
 
 _encode = msgspec.json.Encoder().encode
@@ -42,11 +43,19 @@ class World:
     """One job, its master's terms, and what was said to its nodes."""
 
     def __init__(
-        self, *, nodes: tuple[int, int] = (2, 2), restarts: int = 3, workers: int = 1, **settings: float
+        self,
+        *,
+        nodes: tuple[int, int] = (2, 2),
+        restarts: int = 3,
+        workers: int = 1,
+        session: e.SessionInfo | None = None,
+        **settings: Any,
     ) -> None:
         nodes_min, nodes_max = nodes
         self.settings = Settings(nodes_min=nodes_min, nodes_max=nodes_max, restarts_max=restarts, **settings)
         self.workers = workers
+        self.session = session
+        """What the workers say of their state; None: they do not speak to Holdfast."""
         self.careful = True
         """Whether the journal is compared with the job after every step, not only when the master restarts."""
         self.now = START
@@ -155,6 +164,7 @@ class World:
         dead_lives: Iterable[str] = (),
         spec: e.JobSpec | None = None,
         term: int = 0,
+        parked: int = 0,
         **info: Any,
     ) -> e.Hello:
         s = self.settings
@@ -175,6 +185,7 @@ class World:
             store_port=self.port() if store_port is None else store_port,
             dead_lives=tuple(dead_lives),
             term=term,
+            parked=parked,
         )
 
     def started(self, node_id: str, *, view: int | None = None, life: str = "") -> e.WorkersStarted:
@@ -197,22 +208,87 @@ class World:
         end: End = EXITED,
         collateral: bool = False,
         failed_at: float | None = None,
+        advice: FailoverStrategy = FailoverStrategy.NORMAL_FAILOVER,
     ) -> e.WorkerFailed:
-        member = self.job.members.get(node_id)
         failure = Failure(
             node_id=node_id,
             view=self._view(view),
-            rank=(member.first_rank if member else 0) + local_rank,
+            rank=self._rank(node_id, local_rank),
             local_rank=local_rank,
             pid=1,
             end=end,
             failed_at=self.now if failed_at is None else failed_at,
             exception="DistNetworkError" if collateral else "",
             message="Connection reset by peer" if collateral else "",
+            advice=advice,
         )
         return e.WorkerFailed(
             node_id=node_id, incarnation=life or self.life(node_id), view=self._view(view), failure=failure
         )
+
+    def settled(
+        self, node_id: str, session: e.SessionInfo | None = None, *, view: int | None = None, life: str = ""
+    ) -> e.SessionBegan:
+        return e.SessionBegan(
+            node_id=node_id,
+            incarnation=life or self.life(node_id),
+            view=self._view(view),
+            session=session or self.session or e.SessionInfo(),
+        )
+
+    def stumbled(
+        self, node_id: str, local_rank: int = 0, *, view: int | None = None, life: str = "", error: str = ""
+    ) -> e.StepInterrupted:
+        """A worker's step failed: by another's doing, or by an error of its own."""
+        stumble = e.Stumble(
+            rank=self._rank(node_id, local_rank),
+            local_rank=local_rank,
+            step=7,
+            at=self.now,
+            exception=error or "RuntimeError",
+            message="" if error else "Connection reset by peer",
+            traceback="",
+            collateral=not error,
+        )
+        return e.StepInterrupted(
+            node_id=node_id, incarnation=life or self.life(node_id), view=self._view(view), stumble=stumble
+        )
+
+    def stalled(
+        self, node_id: str, *steps: int, view: int | None = None, life: str = "", joining: bool = False
+    ) -> e.WorkersStalled:
+        """Nothing moves; how far each of the node's workers has come."""
+        vectors = tuple(
+            e.Vector(
+                rank=self._rank(node_id, i),
+                local_rank=i,
+                step=step,
+                phase=1,
+                collectives=3,
+                waiting=True,
+                joining=joining,
+            )
+            for i, step in enumerate(steps)
+        )
+        return e.WorkersStalled(
+            node_id=node_id,
+            incarnation=life or self.life(node_id),
+            view=self._view(view),
+            stalled_s=12.0,
+            vectors=vectors,
+        )
+
+    def committed(self, node_id: str, step: int = 8, *, view: int | None = None, life: str = "") -> e.StepCommitted:
+        return e.StepCommitted(
+            node_id=node_id, incarnation=life or self.life(node_id), view=self._view(view), step=step
+        )
+
+    def parked(self, node_id: str, parked: int, *, life: str = "") -> e.SparesChanged:
+        return e.SparesChanged(node_id=node_id, incarnation=life or self.life(node_id), parked=parked)
+
+    def _rank(self, node_id: str, local_rank: int) -> int:
+        member = self.job.members.get(node_id)
+        return (member.first_rank if member else 0) + local_rank
 
     def broke(self, node_id: str, *, life: str = "") -> e.LinkBroke:
         return e.LinkBroke(node_id=node_id, incarnation=life or self.life(node_id))
@@ -258,6 +334,21 @@ class World:
         assert self.job.view is not None and self.serving
         offer = self.offered(self.job.view.store_node_id)
         return self.do(offer, *(self.started(node_id) for node_id in self.members)).records
+
+    def settle_all(self) -> list[r.Record]:
+        """Every member starts its workers, which come into the view with their state."""
+        records = self.start_all()
+        return records + self.do(*(self.settled(node_id) for node_id in self.members)).records
+
+    def prove(self, step: int = 8) -> list[r.Record]:
+        """The view settles and commits a step."""
+        return self.settle_all() + self.do(self.committed(self.members[0], step)).records
+
+    def train(self, *node_ids: str, **info: Any) -> World:
+        """These nodes join, and their workers, which speak to Holdfast, train."""
+        self.gather(*node_ids, **info)
+        self.prove()
+        return self
 
     def reconnect_all(self) -> list[r.Record]:
         """Every living node says hello again, as after a restart of the master."""

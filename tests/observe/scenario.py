@@ -74,9 +74,20 @@ class JobOnDisk:
     def offer(self, node_id: str) -> JobOnDisk:
         return self.do(e.StoreOffered(node_id=node_id, incarnation=life(node_id), port=self._next_port()))
 
-    def start(self, node_id: str, first_pid: int = 4_000) -> JobOnDisk:
+    def start(self, node_id: str, first_pid: int = 4_000, logs: tuple[str, ...] = ()) -> JobOnDisk:
         pids = tuple(range(first_pid, first_pid + self.member(node_id).workers))
-        return self.do(e.WorkersStarted(node_id=node_id, incarnation=life(node_id), view=self.view, pids=pids))
+        return self.do(
+            e.WorkersStarted(node_id=node_id, incarnation=life(node_id), view=self.view, pids=pids, logs=logs)
+        )
+
+    def settle(self, node_id: str) -> JobOnDisk:
+        """Its workers, which speak to Holdfast, are in the view with their state."""
+        return self.do(
+            e.SessionBegan(node_id=node_id, incarnation=life(node_id), view=self.view, session=e.SessionInfo())
+        )
+
+    def commit_step(self, node_id: str, step: int) -> JobOnDisk:
+        return self.do(e.StepCommitted(node_id=node_id, incarnation=life(node_id), view=self.view, step=step))
 
     def fail(self, node_id: str, local_rank: int = 0, **facts: Any) -> JobOnDisk:
         return self.do(self.failed(node_id, local_rank, **facts))

@@ -170,6 +170,31 @@ def test_a_view_is_read_until_the_next_one_runs_and_then_no_more(tmp_path: Path)
     assert look() == []
 
 
+def test_a_worker_that_lives_on_is_read_on_where_it_was(tmp_path: Path) -> None:
+    job = running(tmp_path, workers=2).settle("a").commit_step("a", 1).offer("a")
+    outputs = Outputs()
+    outputs.take(job.entries())
+    reader = Reader(outputs, Choice(streams=("stdout",)))
+    assert [plain(item) for item in reader.look(last=False)] == [(1, 0, b"out 0\n"), (1, 1, b"out 1\n")]
+    seen = len(job.entries())
+    job.fail("a", 1, **BOOM)
+    outputs.take(job.entries()[seen:])
+    write_output(tmp_path / "logs", 1, 0, b"still here\n")
+    assert [plain(item) for item in reader.look(last=False)] == [(1, 0, b"still here\n")]
+    seen = len(job.entries())
+    job.start("a", 5_000, logs=("attempt_0/0", "attempt_1/1"))
+    outputs.take(job.entries()[seen:])
+    write_output(tmp_path / "logs", 1, 0, b"and here\n")
+    write_output(tmp_path / "logs", 1, 1, b"last words\n")
+    write_output(tmp_path / "logs", 2, 1, b"new\n")
+    assert sorted(str(plain(item)) for item in reader.look(last=False)) == [
+        "(1, 1, b'last words\\n')",
+        "(2, 0, b'and here\\n')",
+        "(2, 1, b'new\\n')",
+        "view 2 begins",
+    ]
+
+
 async def until(items: AsyncGenerator[Line | Note, None], wanted: object) -> None:
     async with asyncio.timeout(30):
         async for item in items:

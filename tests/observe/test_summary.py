@@ -90,6 +90,20 @@ def test_a_closed_incident_has_its_receipt_and_phases_that_add_up(job: JobOnDisk
     assert (incident.view_before, incident.view_after, summary.restarts_used) == (1, 2, 1)
 
 
+def test_a_recovery_that_kept_the_workers_is_told_up_to_its_first_step(job: JobOnDisk) -> None:
+    job.join("a").start("a").settle("a").commit_step("a", 1).offer("a").pass_s(60)
+    job.fail("a", 1, failed_at=job.now - 0.012, **BOOM)
+    job.pass_s(0.04).start("a").settle("a").pass_s(0.03).commit_step("a", 42)
+    summary = summary_of(job)
+    (incident,) = summary.incidents
+    assert list(incident.phases_s) == ["detected", "decided", "rebuilt", "restored", "first step"]
+    assert incident.phases_s["restored"] == pytest.approx(0.04, abs=1e-3)
+    assert incident.phases_s["first step"] == pytest.approx(0.03, abs=1e-3)
+    assert sum(incident.phases_s.values()) == pytest.approx(incident.total_s)
+    assert incident.strategy is Strategy.RECOVER_IN_PLACE and summary.restarts_used == 0
+    assert "recover-in-place, view 1 → 2, step 42 committed" in incident.receipt
+
+
 def test_only_the_last_incidents_are_listed_and_all_are_counted(tmp_path: Path) -> None:
     job = JobOnDisk(tmp_path, restarts=20).join("a").start("a")
     for _ in range(INCIDENTS_SHOWN_MAX + 2):

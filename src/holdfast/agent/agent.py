@@ -5,8 +5,9 @@ at a time and then looks again. Everything else runs beside it: the link to the 
 the master's keeper where this node has the master.
 
 Being told to go (SIGTERM, Ctrl-C, any of --signals-to-handle) drains the node: the master hears of it, the
-workers get the same signal and their grace period, and the agent leaves with 128 + the signal's number. A second
-signal ends the workers at once.
+workers get the same signal and their grace period, and the agent leaves with 128 + the signal's number. Workers that
+can leave at a step boundary are given the time to: the agent goes on serving until the master has planned a view
+without this node and they have left, for as long as the same grace period. A second signal ends the workers at once.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import signal
 import socket
 import time
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,11 +26,15 @@ import structlog
 
 from holdfast.agent.config import AgentConfig
 from holdfast.agent.crew import Crew
+from holdfast.agent.hangs import HangWatch
 from holdfast.agent.identity import boot_id, machine_id, new_incarnation, saw_dead
+from holdfast.agent.last_checkpoint import find_last_checkpoint
 from holdfast.agent.launcher import Launcher
+from holdfast.agent.line import LineServer
 from holdfast.agent.logs import WorkerLogs
 from holdfast.agent.master_keeper import EXIT_JOURNAL, MasterFailedError, MasterKeeper
 from holdfast.agent.memory import MemoryWatch
+from holdfast.agent.reports import Reports
 from holdfast.agent.store_ports import StorePorts
 from holdfast.agent.uplink import Uplink
 from holdfast.core.events import Event, Hello, NodeGone, NodeInfo, NodeLeaving, StoreOffered
@@ -48,6 +54,8 @@ FAREWELL_S = 5.0
 GOODBYE_S = 3.0
 """How long a leaving agent waits for the master to take note."""
 MEMORY_SAMPLE_S = 1.0
+STORES_OPEN_MAX = 4
+"""Of views whose workers have not all left them for a later one."""
 HOLDING_LINE_AFTER_S = 1.0
 WAITING_LINE_S = 10.0
 """How often an agent that waits says so."""
@@ -76,11 +84,15 @@ class Agent:
         self._stores = StorePorts(config.address)
         self._logs = WorkerLogs(config.logs)
         self._memory = MemoryWatch()
-        self._crew: Crew | None = None
-        self._store_view = 0
+        self._store_views: list[int] = []
+        self._view_heard = 0
+        self._to_replace: set[int] = set()
+        """Local ranks that views which came and went before this agent got round to them wanted ended."""
         self._order: Order | None = None
         self._order_changed = asyncio.Event()
         self._signal: signal.Signals | None = None
+        self._leave_at = 0.0
+        """When a node that was told to go waits no longer for a step boundary, on the loop's clock."""
         self._over = False
         """Whether the end of the job, or of our part in it, is known here."""
         self._told_to_go = asyncio.Event()
@@ -100,11 +112,20 @@ class Agent:
             heartbeat_interval_s=config.heartbeat_interval_s,
             silence_timeout_s=config.silence_timeout_s,
         )
+        self._reports = Reports(
+            config.node_id, lambda: self._incarnation, self._uplink.report, lambda: self._uplink.waiting
+        )
+        self._crew = Crew(
+            config, self._reports, launcher, self._logs, self._memory, self._order_changed.set, self._close_stores
+        )
+        self._lines = LineServer(self._crew)
+        self._hangs = HangWatch(lambda: self._crew.seated, self._reports, config.hang_timeout_s)
 
     # --- what the link asks of us
 
     def hello(self) -> Hello:
         """Who we are and what we do."""
+        self._crew.ledger.say_again()
         config = self._config
         info = NodeInfo(
             host=socket.gethostname(),
@@ -123,10 +144,11 @@ class Agent:
             info=info,
             spec=msgspec.structs.replace(config.spec, run_id=self._job_id),
             store_port=self._stores.offer(),
-            serving=self._crew.view if self._crew else 0,
+            serving=self._crew.view,
             term=self._uplink.term,
             dead_lives=self._dead_lives,
             leaving=int(self._signal or 0),
+            parked=self._crew.parked,
         )
 
     def obey(self, order: Order) -> None:
@@ -134,6 +156,9 @@ class Agent:
         comes before this agent has got round to that one."""
         if isinstance(order, Serve) and order.store_here and self._stores.promise(order.view, order.store_port):
             self._offer_store()
+        if isinstance(order, Serve) and order.view != self._view_heard:
+            self._view_heard = order.view
+            self._to_replace.update(order.replaced)
         self._order = order
         self._order_changed.set()
 
@@ -149,7 +174,10 @@ class Agent:
             loop.add_signal_handler(handled, self._on_signal, handled)
         if self._keeper and (failed := await self._start_master(self._keeper)):
             return failed
+        await self._open_line()
         link = self._linking = asyncio.create_task(self._join())
+        self._beside(self._hangs.run())
+        self._beside(self._crew.ledger.run())
         self._beside(self._sample_memory())
         self._beside(self._look_after_master())
         self._beside(self._mourn_stores())
@@ -196,8 +224,8 @@ class Agent:
         for task in (*tasks, *self._background):
             task.cancel()
         await asyncio.gather(*tasks, *self._background, return_exceptions=True)
-        if self._crew:
-            await self._crew.stop(0.0, signal.SIGKILL)
+        await self._crew.close()
+        await self._lines.close()
         await self._logs.drain()
         self._logs.close()
         self._stores.close()
@@ -216,7 +244,7 @@ class Agent:
         while True:
             await self._order_changed.wait()
             self._order_changed.clear()
-            if self._signal is not None:
+            if self._signal is not None and self._may_go():
                 return await self._leave(self._signal)
             result = await self._do(self._order)
             if result is not None:
@@ -224,17 +252,16 @@ class Agent:
 
     async def _do(self, order: Order | None) -> Result | None:
         match order:
-            case Serve() if self._crew is None or self._crew.view != order.view:
+            case Serve():
                 await self._serve(order)
-            case Hold(job_id=job_id):
-                self._job_id = job_id
-                await self._stop_crew(self._config.restart_grace_s)
-                self._beside(self._say_holding(order))
+            case Hold():
+                return await self._stand_by(order)
             case Exit():
                 self._over = True
                 await self._uplink.say_farewell()
+                checkpoint = find_last_checkpoint(self._crew.checkpoint_root)
                 await self._stop_crew(self._config.shutdown_timeout_s)
-                return Result(order.exit_code, order.why, order.outcome, order.cause)
+                return Result(order.exit_code, _last_words(order, checkpoint), order.outcome, order.cause)
             case Refuse():
                 return await self._refused(order)
             case _:
@@ -243,13 +270,23 @@ class Agent:
 
     async def _serve(self, order: Serve) -> None:
         self._job_id = order.job_id
-        await self._stop_crew(self._config.restart_grace_s)
-        if order.store_here:
+        if order.view != self._crew.view and order.store_here:
             self._open_store(order)
-        self._crew = Crew(
-            self._config, self._incarnation, order, self._launcher, self._logs, self._memory, self._uplink.report
-        )
-        await self._crew.start()
+        replaced, self._to_replace = tuple(sorted(self._to_replace)), set()
+        await self._crew.serve(msgspec.structs.replace(order, replaced=replaced))
+        self._reap_orphans()
+
+    async def _stand_by(self, order: Hold) -> Result | None:
+        self._job_id = order.job_id
+        await self._crew.hold(order)
+        self._reap_orphans()
+        if not order.leaving:
+            self._beside(self._say_holding(order))
+        elif not self._crew.in_session:  # else the crew says when the last of them has left
+            await self._crew.stop(self._config.restart_grace_s)
+            await self._say_goodbye()
+            return Result(0, order.why, Outcome.STOPPED)
+        return None
 
     def _open_store(self, order: Serve) -> None:
         listener = self._stores.take(order.view)
@@ -257,9 +294,15 @@ class Agent:
             log.error(f"view {order.view} asks for a store on port {order.store_port}, which was not on offer here")
             return
         self._beside(self._launcher.open_store(order.view, order.store_host, listener))
-        if self._store_view:
-            self._beside(self._launcher.close_store(self._store_view))
-        self._store_view = order.view
+        self._store_views.append(order.view)
+        # Workers that are kept may need the store of their view until they have left it.
+        self._close_stores(self._store_views[-STORES_OPEN_MAX:][0] if order.kept else order.view)
+
+    def _close_stores(self, view: int) -> None:
+        """Those of views before this one."""
+        for earlier in [number for number in self._store_views if number < view]:
+            self._store_views.remove(earlier)
+            self._beside(self._launcher.close_store(earlier))
 
     def _offer_store(self) -> None:
         self._report(
@@ -272,9 +315,10 @@ class Agent:
         self._uplink.report(event)
 
     async def _stop_crew(self, grace_s: float, with_signal: int = signal.SIGTERM) -> None:
-        if self._crew:
-            await self._crew.stop(grace_s, with_signal)
-            self._crew = None
+        await self._crew.stop(grace_s, with_signal)
+        self._reap_orphans()
+
+    def _reap_orphans(self) -> None:
         self._launcher.reap_orphans({self._keeper.process_id} if self._keeper else set())
 
     async def _say_holding(self, order: Hold) -> None:
@@ -285,12 +329,17 @@ class Agent:
     # --- going
 
     def _on_signal(self, received: signal.Signals) -> None:
-        if self._signal is not None and self._crew:
-            self._crew.kill()
-        if self._signal is not None and self._keeper and not self._crew:
-            self._keeper.release()
-        if self._signal is None:
+        if self._signal is not None:
+            self._leave_at = 0.0
+            if not self._crew.is_empty:
+                self._crew.kill()
+            elif self._keeper:
+                self._keeper.release()
+        else:
             self._signal = received
+            loop = asyncio.get_running_loop()
+            self._leave_at = loop.time() + self._config.shutdown_timeout_s
+            loop.call_at(self._leave_at, self._order_changed.set)
             self._told_to_go.set()
             self._report(
                 NodeLeaving(
@@ -302,9 +351,19 @@ class Agent:
             )
         self._order_changed.set()
 
+    def _may_go(self) -> bool:
+        """Workers that can leave at a step boundary stay until the master has planned it and they have left; not for
+        longer than a stop may take, and not if there is no boundary to come."""
+        waits = isinstance(self._order, Serve) or (isinstance(self._order, Hold) and self._order.release > 0)
+        return not self._crew.in_session or not waits or asyncio.get_running_loop().time() >= self._leave_at
+
     async def _leave(self, received: signal.Signals) -> Result:
         log.info(f"got {received.name}: stopping this node's workers, at most {self._config.shutdown_timeout_s:.0f} s")
         await self._stop_crew(self._config.shutdown_timeout_s, received)
+        await self._say_goodbye()
+        return Result(128 + int(received), f"ended by {received.name}", Outcome.STOPPED)
+
+    async def _say_goodbye(self) -> None:
         self._report(NodeGone(node_id=self._config.node_id, incarnation=self._incarnation))
         self._over = True
         try:
@@ -316,7 +375,6 @@ class Agent:
             self._linking.cancel()
         if self._keeper and self._keeper.owned:
             await self._host_to_the_end()
-        return Result(128 + int(received), f"ended by {received.name}", Outcome.STOPPED)
 
     async def _host_to_the_end(self) -> None:
         """The job may go on elsewhere: whoever has its master stays for it."""
@@ -353,6 +411,14 @@ class Agent:
 
     # --- beside
 
+    async def _open_line(self) -> None:
+        try:
+            await self._lines.start()
+        except OSError as error:
+            log.warning(f"no socket for workers, so none can be repaired while it runs: {error}")
+        else:
+            self._crew.listen_at(self._lines.name)
+
     async def _sample_memory(self) -> None:
         while True:
             self._memory.sample()
@@ -383,12 +449,18 @@ class Agent:
 
     def _give_up(self, away_s: float) -> None:
         """Running workers train on without a master; an agent with nothing to run has no reason to stay."""
-        done = self._crew is not None and self._crew.succeeded == self._config.workers
-        if self._crew is not None and self._crew.running:
+        if self._crew.running or self._crew.in_session:
             return
         why = f"the master at {self._uplink.trouble or 'its address'} could not be reached for {away_s:.0f} s"
-        code, outcome = (0, Outcome.SUCCEEDED) if done else (EXIT_NO_MASTER, Outcome.FAILED)
+        code, outcome = (0, Outcome.SUCCEEDED) if self._crew.is_done else (EXIT_NO_MASTER, Outcome.FAILED)
         self.obey(Exit(outcome=outcome, exit_code=code, why=why, cause=None))
+
+
+def _last_words(order: Exit, checkpoint: Path | None) -> str:
+    """Why it ended, and what the next start goes on from."""
+    if order.outcome is not Outcome.FAILED or checkpoint is None:
+        return order.why
+    return f"{order.why}; the last checkpoint is {checkpoint}"
 
 
 def _refused(link: asyncio.Task[None]) -> Result:

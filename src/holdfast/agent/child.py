@@ -35,6 +35,11 @@ class Child:
     def ended(self) -> bool:
         return self._status.done()
 
+    @property
+    def status(self) -> int:
+        """The wait status of one that has ended."""
+        return self._status.result()
+
     async def wait(self) -> int:
         """The wait status, for `os.waitstatus_to_exitcode`. The child has been reaped by then, and what it left behind
         has been killed if it failed or was stopped."""

@@ -70,3 +70,11 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
     restart_grace_s: float
     shutdown_timeout_s: float
     join_timeout_s: float
+    checkpoint_dir: str = ""
+    """Where workers that speak to Holdfast find and leave checkpoints; empty: nowhere."""
+    replicas: int = 0
+    """In-memory copies of each shard that other ranks are to hold."""
+    hang_timeout_s: float | None = None
+    """How long nothing may move on this node. None: as long as its own steps make reasonable; 0: for ever."""
+    failover: str = ""
+    """The user's failover extension, `module::Class`; empty: none."""

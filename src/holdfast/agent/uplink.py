@@ -78,6 +78,11 @@ class Uplink:
         self._drained.clear()
         self._wake.set()
 
+    @property
+    def waiting(self) -> int:
+        """How many reports are not acknowledged."""
+        return len(self._outbox)
+
     def forget_reports(self) -> None:
         """For a new life: what the old one had to say no longer matters."""
         self._outbox.clear()

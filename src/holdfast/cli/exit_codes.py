@@ -8,4 +8,6 @@ REFUSED = 4
 NO_MASTER = 5
 ADDRESS_TAKEN = 6
 """Only of `holdfast master`: its port is in use."""
+DUMPED = 7
+"""Ended after a checkpoint of the last committed step; the next start goes on from there."""
 SIGNAL_BASE = 128

@@ -16,11 +16,15 @@ import structlog
 from holdfast.cli import exit_codes
 from holdfast.cli.addresses import check_free, is_loopback
 from holdfast.cli.console import set_up_logging
+from holdfast.cli.master_address import remove_address, write_address
+from holdfast.cli.run_flag_values import strategies, whole_number
 from holdfast.cli.secrets import find_token
+from holdfast.core.ladder import LADDER
 from holdfast.core.settings import Settings
 from holdfast.core.state import Finished
 from holdfast.core.transact import replay
 from holdfast.errors import JournalError, JournalLockedError, UsageError, WireError
+from holdfast.failover import DynamicFailoverExtension, load
 from holdfast.journal import SqliteJournal, read_entries, set_aside
 from holdfast.master.master import Master
 from holdfast.wire.channel import Tls
@@ -36,18 +40,38 @@ def master(argv: list[str]) -> int:
     settings = _settings(options)
     _allow_many_connections()
     tls = Tls(options.tls_cert, options.tls_key, options.tls_ca) if options.tls_cert else None
-    return asyncio.run(_run(options, settings, token, tls))
+    extension = _extension(options.dynamic_failover_extension, must_load=not options.resume)
+    return asyncio.run(_run(options, settings, token, tls, extension))
 
 
-async def _run(options: argparse.Namespace, settings: Settings, token: str, tls: Tls | None) -> int:
+def _extension(name: str, *, must_load: bool) -> DynamicFailoverExtension | None:
+    """The master's own, if the named class is one. A job that runs is not lost because its file has gone since."""
+    try:
+        loaded = load(name) if name else None
+    except UsageError as error:
+        if must_load:
+            raise
+        log.error(f"{error}. The job goes on without it")
+        return None
+    return loaded if isinstance(loaded, DynamicFailoverExtension) else None
+
+
+async def _run(
+    options: argparse.Namespace,
+    settings: Settings,
+    token: str,
+    tls: Tls | None,
+    extension: DynamicFailoverExtension | None,
+) -> int:
     try:
         check_free(options.host, options.port)  # before the journal is touched: most often another agent was first
         journal = open_journal(Path(options.state_dir), options.job_id, settings, resume=options.resume)
         try:
-            the_master = Master(journal, options.job_id, settings)
+            the_master = Master(journal, options.job_id, settings, extension=extension)
             if options.parent_pid:
                 _watch_parent(the_master, options.parent_pid)
             await the_master.run(options.host, options.port, token, tls, lambda port: _announce(options, port))
+            remove_address(_job_dir(options))  # while the journal is ours; one that fails leaves it to the next
         finally:
             journal.close()
     except (WireError, JournalLockedError) as error:
@@ -61,7 +85,6 @@ async def _run(options: argparse.Namespace, settings: Settings, token: str, tls:
 
 def open_journal(state_dir: Path, job_id: str, settings: Settings, *, resume: bool) -> SqliteJournal:
     """The job's journal: a new one, an unfinished one to go on with, or with `resume` the one there must be."""
-
 
     def look(path: Path) -> None:
         if resume and not path.exists():
@@ -88,7 +111,7 @@ def _look_at_earlier(path: Path, settings: Settings) -> None:
         aside = path.with_name(f"journal-{stamp}-{os.getpid()}.sqlite")
         set_aside(path, aside)
         log.info(f"job {job.job_id} ran before and {job.phase.record.outcome.value}: its journal is now {aside.name}")
-    elif job.term and job.settings != settings:
+    elif job.term and job.asked != settings:  # whatever it was resized to since
         raise UsageError(
             f"job {job.job_id} is unfinished in {path} and was started with other settings: give the same flags to"
             " go on with it, or another --rdzv-id to start a new job"
@@ -97,8 +120,16 @@ def _look_at_earlier(path: Path, settings: Settings) -> None:
         log.warning(f"job {job.job_id} is unfinished: going on with it, {job.restarts_used} restarts used")
 
 
+def _job_dir(options: argparse.Namespace) -> Path:
+    return journal_path(Path(options.state_dir), options.job_id).parent
+
+
 def _announce(options: argparse.Namespace, port: int) -> None:
     log.info(f"listening on {options.host}:{port}")
+    try:
+        write_address(_job_dir(options), options.host, port)
+    except OSError as error:  # no reason to end: the job needs it not, and operators can name the address
+        log.warning(f"cannot write this address down beside the journal: {error.strerror}")
     if options.ready_fd >= 0:
         with contextlib.suppress(BrokenPipeError):  # the agent died meanwhile: other agents may need this master
             os.write(options.ready_fd, f"{port}\n".encode())
@@ -139,6 +170,10 @@ def _settings(options: argparse.Namespace) -> Settings:
         nodes_min=bounds[0],
         nodes_max=bounds[1],
         restarts_max=options.max_restarts,
+        recovery=options.recovery,
+        spares=options.spares,
+        spare_nodes=options.spare_nodes,
+        replicas=options.replicas,
         settle_s=options.settle,
         join_timeout_s=options.join_timeout,
         heartbeat_interval_s=options.heartbeat_interval,
@@ -162,6 +197,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--job-id", required=True, help="the agents' --rdzv-id")
     add("--nnodes", default="1:1", help="as given to the agents")
     add("--max-restarts", type=int, default=defaults.restarts_max, help="as given to the agents")
+    add("--recovery", type=strategies, default=",".join(LADDER), help="as given to the agents")
+    for name in ("--spares", "--spare-nodes", "--replicas"):
+        default = getattr(defaults, name[2:].replace("-", "_"))
+        add(name, type=whole_number(0), default=default, help="as given to the agents")
+    add("--dynamic-failover-extension", default="", help="as given to the agents")
     add("--settle", type=float, default=defaults.settle_s, help="seconds to wait for nodes beyond the minimum")
     add("--join-timeout", type=float, default=defaults.join_timeout_s, help="seconds to wait for the minimum")
     add("--heartbeat-interval", type=float, default=defaults.heartbeat_interval_s, help="seconds")

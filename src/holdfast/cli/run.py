@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from holdfast.cli.addresses import is_local, is_loopback, is_name, own_address, primary_address
+from holdfast.cli.capabilities import capabilities, check_checkpoint_dir, checkpoint_dir
 from holdfast.cli.console import set_up_logging
 from holdfast.cli.run_flags import RunOptions, master_endpoint, parse_run
 from holdfast.cli.secrets import TOKEN_VARIABLE, find_token
@@ -38,7 +39,17 @@ def run(argv: list[str]) -> int:
     """Parse the flags, run the agent, say how it ended."""
     options = parse_run(argv, os.environ)
     set_up_logging(options.log_format, "agent")
+    _check(options)
     return asyncio.run(_run(options))
+
+
+def _check(options: RunOptions) -> None:
+    """What cannot work here is refused before anything starts. Those who ask the extension load it themselves."""
+    check_checkpoint_dir(options, checkpoint_dir(options, ""))
+    if options.dynamic_failover_extension:
+        from holdfast.failover import load
+
+        load(options.dynamic_failover_extension)
 
 
 async def _run(options: RunOptions) -> int:
@@ -81,7 +92,7 @@ def build_config(options: RunOptions, environment: dict[str, str]) -> AgentConfi
     from holdfast.wire.channel import Tls
 
     host, port = master_endpoint(options)
-    if options.nnodes_max > 1 and is_name(host) and is_loopback(host):
+    if options.nodes_most > 1 and is_name(host) and is_loopback(host):
         host = primary_address()  # as on Debian, where a machine's own name is 127.0.1.1, which others cannot reach
     loopback = is_loopback(host)
     token = find_token(os.environ, options.token_file, options.state_dir, loopback=loopback)
@@ -89,6 +100,7 @@ def build_config(options: RunOptions, environment: dict[str, str]) -> AgentConfi
     node_id = options.node_id or _node_id(options)
     run_id = "" if options.standalone or options.rdzv_id == NO_RUN_ID else options.rdzv_id
     tls = Tls(options.tls_cert, options.tls_key or "", options.tls_ca or "") if options.tls_cert else None
+    plan = _master_plan(options, host, port, run_id)
     return AgentConfig(
         node_id=node_id,
         address=options.local_addr or own_address(host),
@@ -105,7 +117,7 @@ def build_config(options: RunOptions, environment: dict[str, str]) -> AgentConfi
         environment=environment,
         master_host=host,
         master_port=port,
-        master=_master_plan(options, host, port, run_id),
+        master=plan,
         token=token,
         tls=tls,
         logs=_log_plan(options, node_id, run_id),
@@ -115,7 +127,19 @@ def build_config(options: RunOptions, environment: dict[str, str]) -> AgentConfi
         restart_grace_s=options.restart_grace_s,
         shutdown_timeout_s=options.shutdown_timeout_s,
         join_timeout_s=options.join_timeout_s,
+        checkpoint_dir=_checkpoints(options, run_id, plan),
+        replicas=options.replicas,
+        hang_timeout_s=options.hang_timeout_s,
+        failover=options.dynamic_failover_extension or "",
     )
+
+
+def _checkpoints(options: RunOptions, run_id: str, plan: MasterPlan | None) -> str:
+    """Where they go. It is said, with what else there is for recoveries."""
+    job_id = run_id or (plan.job_id if plan and plan.required else "")  # a required master creates the very job planned
+    directory = checkpoint_dir(options, job_id)
+    log.info(capabilities(options, directory))
+    return directory
 
 
 def worker_base_environment(options: RunOptions, environ: Mapping[str, str]) -> dict[str, str]:
@@ -144,7 +168,7 @@ def count_workers(nproc_per_node: str) -> int:
 
 
 def _node_id(options: RunOptions) -> str:
-    if options.node_rank is not None and options.nnodes_max > 1:
+    if options.node_rank is not None and options.nodes_most > 1:
         return f"node-{options.node_rank}"
     return f"{socket.gethostname()}-{secrets.token_hex(2)}"
 
@@ -173,7 +197,7 @@ def _master_plan(options: RunOptions, host: str, port: int, run_id: str) -> Mast
     """Whether this node has the job's master, and how to start it."""
     from holdfast.agent.config import MasterPlan
 
-    by_rank = options.node_rank if options.rdzv_backend == "static" and options.nnodes_max > 1 else None
+    by_rank = options.node_rank if options.rdzv_backend == "static" and options.nodes_most > 1 else None
     here = options.is_host
     if here is None:
         here = by_rank == 0 if by_rank is not None else is_local(host)
@@ -183,6 +207,10 @@ def _master_plan(options: RunOptions, host: str, port: int, run_id: str) -> Mast
     arguments = {
         "--nnodes": f"{options.nnodes_min}:{options.nnodes_max}",
         "--max-restarts": options.max_restarts,
+        "--recovery": ",".join(options.recovery),
+        "--spares": options.spares,
+        "--spare-nodes": options.spare_nodes,
+        "--replicas": options.replicas,
         "--settle": options.settle_s,
         "--join-timeout": options.join_timeout_s,
         "--heartbeat-interval": options.heartbeat_interval_s,
@@ -195,6 +223,8 @@ def _master_plan(options: RunOptions, host: str, port: int, run_id: str) -> Mast
     }
     if options.tls_cert:
         arguments |= {"--tls-cert": options.tls_cert, "--tls-key": options.tls_key, "--tls-ca": options.tls_ca or ""}
+    if options.dynamic_failover_extension:
+        arguments["--dynamic-failover-extension"] = options.dynamic_failover_extension
     flat = tuple(str(word) for pair in arguments.items() for word in pair)
     job_id = run_id or _new_job_id(options.script)
     return MasterPlan(arguments=flat, job_id=job_id, listen_host=listen_host, required=port == 0)

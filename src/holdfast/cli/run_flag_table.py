@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from holdfast.cli.run_flag_values import PORT_MAX, comma_separated, seconds, seconds_above_zero, whole_number
+from holdfast.core.ladder import LADDER
 
 
 class Flag(msgspec.Struct, frozen=True):
@@ -161,6 +162,44 @@ LOGS = (
 
 RECOVERY = (
     Flag("--max-restarts", "restarts of the workers before the job fails", "N", 0, whole_number(0)),
+    _ours(
+        "--recovery",
+        "what may be done about a fault, with commas between; tried in the order of the default, exit always",
+        "STRATEGIES",
+        ",".join(LADDER),
+    ),
+    _ours("--spares", "workers a node keeps parked, to take the rank of one that fails", "N", 0, parse=whole_number(0)),
+    _ours(
+        "--spare-nodes",
+        "nodes beyond the most of --nnodes that may wait, to take the place of a lost one",
+        "N",
+        0,
+        parse=whole_number(0),
+    ),
+    _ours(
+        "--replicas",
+        "copies of each shard in other ranks' memory, where the state is sharded",
+        "N",
+        1,
+        parse=whole_number(0),
+    ),
+    _ours(
+        "--checkpoint-dir",
+        "directory of the job's checkpoints, {job_id} in it is replaced; jobs/{job_id}/checkpoints of --state-dir if"
+        " not given",
+        "DIR",
+    ),
+    _ours(
+        "--hang-timeout",
+        "workers that make no progress for this long are hung: seconds, auto by the job's own step times, 0 never",
+        "TIME",
+        "auto",
+    ),
+    _ours(
+        "--dynamic-failover-extension",
+        "your class that is asked about each failure, see holdfast.failover",
+        "MODULE::CLASS",
+    ),
     _ours("--state-dir", "directory of the master's journal", "DIR", "~/.holdfast"),
     _ours(
         "--heartbeat-interval",

@@ -13,6 +13,8 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 
+from holdfast.core.ladder import LADDER, Strategy
+
 BACKENDS = ("static", "c10d", "etcd", "etcd-v2", "holdfast")
 PORT_MAX = 65535
 
@@ -146,6 +148,35 @@ def module_names(text: str) -> tuple[str, ...]:
     if not all(word.isidentifier() for name in names for word in name.split(".")):
         raise ArgumentTypeError("give module names with commas between, as in numpy,transformers.models")
     return names
+
+
+def strategies(text: str) -> tuple[Strategy, ...]:
+    """The rungs that may be used, in the ladder's order, whatever the order given. The last one is always there."""
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in list(LADDER):
+            near = get_close_matches(name, LADDER, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"choose from {','.join(LADDER)}"
+            raise ArgumentTypeError(f"there is no strategy {name!r}, {hint}")
+    return tuple(rung for rung in LADDER if rung in names or rung is Strategy.EXIT)
+
+
+def hang_timeout(text: str) -> float | None:
+    """None is the adaptive limit, 0 is none at all."""
+    if text == "auto":
+        return None
+    try:
+        return seconds(text)
+    except ArgumentTypeError:
+        raise ArgumentTypeError(
+            "give auto, or a time in seconds as in 60, or 0 to never take a worker for hung"
+        ) from None
+
+
+def extension_name(text: str) -> str:
+    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*::[^\W\d]\w*", text):
+        raise ArgumentTypeError("give module::Class, as in my_package.failover::Mine")
+    return text
 
 
 def node_name(text: str) -> str:

@@ -14,6 +14,7 @@ import msgspec
 from holdfast.cli import run_flag_values as values
 from holdfast.cli.run_flag_parser import build_parser
 from holdfast.cli.run_flag_table import FLAGS
+from holdfast.core.ladder import Strategy
 from holdfast.errors import UsageError
 
 __all__ = ["RunOptions", "build_parser", "master_endpoint", "parse_run"]
@@ -80,6 +81,13 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     # Recovery.
     max_restarts: int  # restarts after failures of workers, at least 0
+    recovery: tuple[Strategy, ...]  # rungs that may be used, in the ladder's order; exit is always there
+    spares: int  # parked workers on each node, at least 0
+    spare_nodes: int  # nodes beyond nnodes_max that may wait, at least 0
+    replicas: int  # copies of each shard in other ranks' memory, at least 0
+    checkpoint_dir: str | None  # {job_id} in it is still to be replaced; None: in the job's directory
+    hang_timeout_s: float | None  # None: adaptive; 0: no limit
+    dynamic_failover_extension: str | None  # module::Class
     state_dir: str  # where the master's journal is; ~ is already replaced
     heartbeat_interval_s: float  # how often a node says that it lives, above 0
     silence_timeout_s: float  # a node silent for this long is lost; above the heartbeat interval
@@ -93,6 +101,11 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     tls_cert: str | None  # given together with `tls_key`, or both None
     tls_key: str | None
     tls_ca: str | None  # root that the other side's certificate must come from
+
+    @property
+    def nodes_most(self) -> int:
+        """Nodes that may be there at a time, those that wait as spares included."""
+        return self.nnodes_max + self.spare_nodes
 
 
 def parse_run(argv: Sequence[str], environ: Mapping[str, str]) -> RunOptions:
@@ -111,7 +124,7 @@ def master_endpoint(options: RunOptions) -> tuple[str, int]:
     """Host and port of the job's master by torchrun's rules. Port 0 means any free one."""
     is_static = options.rdzv_backend == "static"
     port_unsaid = options.master_port is None or not is_static
-    if options.standalone or (not options.rdzv_endpoint and port_unsaid and options.nnodes_max == 1):
+    if options.standalone or (not options.rdzv_endpoint and port_unsaid and options.nodes_most == 1):
         return ANY_LOOPBACK_PORT
     if options.rdzv_endpoint:
         said = f"--rdzv-endpoint {options.rdzv_endpoint}"
@@ -123,10 +136,10 @@ def master_endpoint(options: RunOptions) -> tuple[str, int]:
         port = PORT_DEFAULT_STATIC if options.master_port is None else options.master_port
     else:
         raise UsageError(
-            f"--rdzv-backend {options.rdzv_backend} does not say where up to {options.nnodes_max} nodes meet:"
+            f"--rdzv-backend {options.rdzv_backend} does not say where up to {options.nodes_most} nodes meet:"
             " give each of them the same --rdzv-endpoint HOST:PORT"
         )
-    if port == 0 and options.nnodes_max > 1:
+    if port == 0 and options.nodes_most > 1:
         raise UsageError(f"{said}: the other nodes cannot know which free port is taken, give a port above 0")
     return host, port
 
@@ -157,6 +170,11 @@ def _read(namespace: Namespace, environ: Mapping[str, str]) -> dict[str, Any]:
         "rdzv_conf": conf,
         "start_method": "spawn" if namespace.start_method == "spawn" else "forkserver",
         "preload": read("preload", values.module_names),
+        "recovery": read("recovery", values.strategies),
+        "hang_timeout_s": read("hang_timeout", values.hang_timeout),
+        "dynamic_failover_extension": (
+            read("dynamic_failover_extension", values.extension_name) if namespace.dynamic_failover_extension else None
+        ),
         "redirects": read("redirects", values.streams),
         "tee": read("tee", values.streams),
         "local_ranks_filter": read("local_ranks_filter", values.local_ranks),
@@ -209,11 +227,19 @@ def _contradictions(options: RunOptions, namespace: Namespace) -> Iterator[str]:
         yield f"{said('no_python')} and {said('module')} exclude each other: a module needs python, drop one"
     if options.standalone and options.nnodes_max > 1:
         yield f"{said('standalone')} is for one node: drop it, or {said('nnodes')}"
-    if options.node_rank is not None and options.node_rank >= options.nnodes_max:
+    if options.standalone and options.spare_nodes:
+        yield f"{said('standalone')} is for one node: drop it, or {said('spare_nodes')}"
+    if options.node_rank is not None and options.node_rank >= options.nodes_most:
         yield (
             f"{said('node_rank')} does not fit {said('nnodes')}: ranks of nodes go from 0 to"
-            f" {options.nnodes_max - 1}, lower the rank or raise --nnodes"
+            f" {options.nodes_most - 1}, lower the rank or raise --nnodes"
         )
+    for spare in ("spares", "spare_nodes"):
+        if getattr(options, spare) and Strategy.RECOVER not in options.recovery:
+            yield (
+                f"{said(spare)} would wait for nothing, as {said('recovery')} leaves out recover, which takes spares:"
+                f" add recover to --recovery, or drop --{spare.replace('_', '-')}"
+            )
     if not options.rdzv_id and not options.standalone:
         yield "--rdzv-id is empty: give every node of the job the same name, or leave the flag out"
     if not options.state_dir:

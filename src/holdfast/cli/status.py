@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from holdfast.cli.run_flag_values import endpoint as parse_endpoint
+from holdfast.core.sentences import unread
 from holdfast.errors import UsageError
 from holdfast.journal import Entry
 from holdfast.observe.jobs import find_journal, is_held_here
@@ -39,6 +40,7 @@ PORT_DEFAULT = 29400
 PIPE_WIDTH_CHARS = 10_000
 """Lines for another program are not wrapped."""
 PIDS_SHOWN_MAX = 8
+QUARANTINED_SHOWN_MAX = 10
 GONE_SHOWN_MAX = 5
 
 # --- what status, events and logs have in common
@@ -97,10 +99,11 @@ def open_source(
     except ArgumentTypeError as error:
         raise UsageError(f"--endpoint {endpoint}: {error}") from None
     token = find_token(os.environ, token_file.expanduser() if token_file else None, state_dir)
-    return MasterSource(host, port, token, _tls(*tls), wanted=job)
+    return MasterSource(host, port, token, tls_files(*tls), wanted=job)
 
 
-def _tls(cert: str, key: str, ca: str) -> Tls | None:
+def tls_files(cert: str, key: str, ca: str) -> Tls | None:
+    """As the flags name them."""
     from holdfast.wire.channel import Tls
 
     if not cert and not key and not ca:
@@ -217,6 +220,8 @@ def render(summary: Summary) -> RenderableType:
         parts.append(Text(_open_incident(summary), style="yellow"))
     if summary.nodes:
         parts += ["", _node_table(summary)]
+    if summary.streams:
+        parts += ["", *_streams(summary)]
     if summary.incidents:
         parts += ["", Text(f"incidents: {summary.incidents_total}, the newest last")]
         parts += [Text(f"  {moment(i.closed_at)}  {plain(i.receipt)}") for i in summary.incidents]
@@ -255,6 +260,16 @@ def _open_incident(summary: Summary) -> str:
     decided = f"; {incident.strategy}, as {incident.why}" if incident.strategy else "; not decided yet"
     age = duration(summary.read_at - incident.since)
     return plain(f"incident {incident.number} open for {age}: {incident.cause}{decided}")
+
+
+def _streams(summary: Summary) -> list[Text]:
+    lines = []
+    for stream in summary.streams:
+        counts = f"epoch {stream.epoch}, {stream.leases:,} shards leased, {stream.failures:,} failures"
+        lines.append(Text(plain(f"stream {stream.name}: {counts}, {stream.quarantined_total:,} in quarantine")))
+        for trouble in stream.quarantined[-QUARANTINED_SHOWN_MAX:]:
+            lines.append(Text(plain(f"  {unread(trouble)}"), style="yellow"))
+    return lines
 
 
 def _node_table(summary: Summary) -> Table:

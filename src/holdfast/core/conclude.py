@@ -9,11 +9,14 @@ In order, the first that applies:
 
 1. a connection is broken for longer than its grace      the node is lost
 2. no view is in force                                    form one when the nodes are there, or give up in time
-3. all workers of the view succeeded                      the job succeeded
-4. the view cannot stay (a worker failed, a member is gone or going, newcomers wait)
+3. all workers of the view succeeded                      the job succeeded; or its checkpoint is written, if that is
+                                                          what they were kept for
+4. the view cannot stay (troubles.py), or another is wanted (planned.py)
        an incident opens; while the picture is incomplete, wait a moment
-       (a node's verdict is out, or only collateral errors are known); then strategy.py chooses, once a view
-5. all workers run                                        the incident closes
+       (a node's verdict is out, or what is known may be an echo); then strategy.py chooses, once a view
+5. a view whose workers were kept has committed a step,   the incident closes
+   or all workers of one that started anew run
+6. witnesses of steps are due for the journal             a piece of their chain (ledger.py); before the end, all
 
 Why wait for verdicts: when a node dies, the first news is often another rank's broken collective. A view formed
 then would still contain the dead node and would have to be formed again.
@@ -23,31 +26,46 @@ from __future__ import annotations
 
 import heapq
 
+from holdfast.core import ledger, planned, strategy, troubles
 from holdfast.core import records as r
-from holdfast.core import strategy
-from holdfast.core.faults import describe, is_collateral, root_cause
-from holdfast.core.state import Finished, Gathering, Incident, Job, Left, Lost, Node, Unlinked
-from holdfast.core.views import Candidate, Member, View, assign_group_ranks, choose, seat_members
+from holdfast.core.faults import Failure, describe, is_collateral, root_cause
+from holdfast.core.forming import form_anew, form_kept, store_among
+from holdfast.core.ladder import LADDER
+from holdfast.core.state import Finished, Gathering, Incident, Job, Left, Lost, Unlinked
+from holdfast.core.troubles import Trouble
+from holdfast.core.views import View
 
 EXIT_FAILED = 1
 EXIT_NODES_MISSING = 3
+EXIT_DUMPED = 7
 EXIT_SIGNAL_BASE = 128
+KEEPING = frozenset(LADDER) - {r.Strategy.EXIT}
+"""Strategies whose view keeps the workers that live. They are chosen when the view can be formed, and again to form it:
+between the two nothing changes that a choice depends on."""
 
 
 def conclude(job: Job, now: float) -> r.Record | None:
     """The next thing that follows from the job's state, or None."""
     if isinstance(job.phase, Finished):
         return None
+    following = _of_the_job(job, now)
+    if following is None or isinstance(following, r.JobFinished):
+        witnessed = ledger.conclude(job.ledger, now, is_final=following is not None)
+        return witnessed or following
+    return following
+
+
+def _of_the_job(job: Job, now: float) -> r.Record | None:
     if lost := _overdue_link(job, now):
         return lost
     if isinstance(job.phase, Gathering):
         return _while_gathering(job, job.phase, now)
     assert job.view is not None
-    if len(job.done) == job.view.world_size:
-        return r.JobFinished(at=now, outcome=r.Outcome.SUCCEEDED, exit_code=0, why="all workers succeeded")
-    if trouble := strategy.trouble(job, now):
+    if job.is_through:
+        return _all_done(job, now)
+    if trouble := troubles.fault(job) or planned.wish(job, now):
         return _while_troubled(job, job.view, trouble, now)
-    if job.incident and len(job.started) == len(job.view.members):
+    if job.incident and _is_over(job, job.view):
         return _close(job, job.incident, job.view, now)
     return None
 
@@ -62,13 +80,21 @@ def next_deadline(job: Job) -> float | None:
     if isinstance(job.phase, Gathering):
         settled_at = _settled_at(job, job.phase.since)
         deadlines.append(job.phase.deadline if settled_at is None else settled_at)
+    elif trouble := troubles.fault(job):
+        deadlines += _fault_deadlines(job, trouble)
     elif job.incident and _decided(job):
         deadlines.append(_storeless_until(job, job.incident))
-    elif job.failed:
-        deadlines.append(job.failing_since + job.settings.collect_window_s)
-    elif (due_at := strategy.newcomers_due_at(job)) is not None:
+    elif (due_at := planned.due_at(job)) is not None:
         deadlines.append(due_at)
     return min(deadlines, default=None)
+
+
+def _fault_deadlines(job: Job, trouble: Trouble) -> list[float]:
+    """Of a fault, nothing is left to do but to wait for a store or for the picture to be complete."""
+    if job.incident and (_decided(job) or _lacks_store(job, trouble)):
+        return [_storeless_until(job, job.incident)]
+    complete_at = troubles.complete_at(job)
+    return [complete_at] if complete_at else []
 
 
 def _overdue_link(job: Job, now: float) -> r.NodeLost | None:
@@ -91,6 +117,16 @@ def _overdue_link(job: Job, now: float) -> r.NodeLost | None:
     return None
 
 
+def _all_done(job: Job, now: float) -> r.JobFinished:
+    if not troubles.dumping(job):
+        return r.JobFinished(at=now, outcome=r.Outcome.SUCCEEDED, exit_code=0, why="all workers succeeded")
+    incident = job.incident
+    cause = incident.cause if incident else "the job could not go on"
+    why = f"{cause}; a checkpoint of the last committed step was written, and the next start goes on from it"
+    failure = root_cause(incident.failures) if incident else None
+    return r.JobFinished(at=now, outcome=r.Outcome.FAILED, exit_code=EXIT_DUMPED, why=why, cause=failure)
+
+
 def _verdict_is_out(job: Job) -> bool:
     return any(n.doubtful for n in job.nodes.values())
 
@@ -108,11 +144,11 @@ def _while_gathering(job: Job, phase: Gathering, now: float) -> r.Record | None:
     if settled_at is not None:
         if len(eligible) < job.settings.nodes_max and now < settled_at:
             return None
-        return _form_view(job, eligible, now, f"{len(eligible)} of {job.settings.nodes_max} nodes here")
+        return form_anew(job, eligible, now, f"{len(eligible)} of {job.settings.nodes_max} nodes here")
     if now < phase.deadline:
         return None
     if len(eligible) >= job.settings.nodes_min:
-        return _storeless(phase.since, now)
+        return _no_store(phase.since, now)
     why = (
         f"waited {now - phase.since:.0f} s for {job.settings.nodes_min} nodes, {len(eligible)} came:"
         " start the missing ones, lower the minimum of --nnodes, or raise join_timeout in --rdzv-conf"
@@ -123,7 +159,7 @@ def _while_gathering(job: Job, phase: Gathering, now: float) -> r.Record | None:
 def _settled_at(job: Job, since: float) -> float | None:
     """When the minimum, with a store to meet at, has been there for the settling time; None while it is not there."""
     eligible = [n for n in job.nodes.values() if n.eligible]
-    if len(eligible) < job.settings.nodes_min or not _store_among(job, eligible):
+    if len(eligible) < job.settings.nodes_min or not store_among(job, eligible):
         return None
     joined = heapq.nsmallest(job.settings.nodes_min, (n.joined_at for n in eligible))
     return max(joined[-1], since) + job.settings.settle_s
@@ -146,28 +182,41 @@ def _stopped(job: Job, now: float) -> r.JobFinished | None:
 # --- trouble
 
 
-def _while_troubled(job: Job, view: View, trouble: strategy.Trouble, now: float) -> r.Record | None:
+def _while_troubled(job: Job, view: View, trouble: Trouble, now: float) -> r.Record | None:
     incident = job.incident
     if incident is None:
         number = job.incidents_opened + 1
         return r.IncidentOpened(
             at=now, number=number, view=view.number, kind=trouble.kind, cause=trouble.text
         )
-    if _incomplete(job, now):
+    if _verdict_is_out(job) or now < troubles.complete_at(job):
         return None
-    if not _decided(job):
-        choice = strategy.choose(job)
-        return r.IncidentDecided(
-            at=now,
-            number=incident.number,
-            view=view.number,
-            kind=trouble.kind,
-            cause=trouble.text,
-            strategy=choice.strategy,
-            counted=choice.counted,
-            why=choice.why,
-        )
-    return _act(job, incident, trouble, now)
+    if blamed := troubles.cordoned(job):
+        why = "its worker failed, and the failover extension blames the node"
+        return r.NodeDraining(at=now, node_id=blamed.node_id, incarnation=blamed.incarnation, signal=0, why=why)
+    if _decided(job) and incident.strategy not in KEEPING:
+        return _act(job, incident, trouble, now)
+    choice = strategy.choose(job, trouble)
+    if choice.plan and not planned.has_store(job, choice.plan):
+        return _storeless(job, incident, now)
+    if choice.plan and _decided(job) and choice.strategy is incident.strategy:
+        return form_kept(job, choice.plan, now, trouble.text)
+    return _decide(incident, view, trouble, choice, now)
+
+
+def _decide(
+    incident: Incident, view: View, trouble: Trouble, choice: strategy.Choice, now: float
+) -> r.IncidentDecided:
+    return r.IncidentDecided(
+        at=now,
+        number=incident.number,
+        view=view.number,
+        kind=trouble.kind,
+        cause=trouble.text,
+        strategy=choice.strategy,
+        counted=choice.counted,
+        why=choice.why,
+    )
 
 
 def _decided(job: Job) -> bool:
@@ -175,39 +224,50 @@ def _decided(job: Job) -> bool:
     return bool(job.incident and job.view and job.incident.decided_view == job.view.number)
 
 
-def _incomplete(job: Job, now: float) -> bool:
-    """Whether a moment's wait may still tell the cause."""
-    if _verdict_is_out(job):
-        return True
-    only_collateral = bool(job.failed) and all(is_collateral(f) for f in job.failed.values())
-    waiting = now < job.failing_since + job.settings.collect_window_s
-    return only_collateral and waiting and not strategy.members_gone(job)
+def _lacks_store(job: Job, trouble: Trouble) -> bool:
+    plan = strategy.choose(job, trouble).plan
+    return plan is not None and not planned.has_store(job, plan)
 
 
-def _act(job: Job, incident: Incident, trouble: strategy.Trouble, now: float) -> r.Record | None:
+def _act(job: Job, incident: Incident, trouble: Trouble, now: float) -> r.Record | None:
     if incident.strategy is r.Strategy.EXIT:
-        cause = root_cause(job.failed.values())
-        why = f"{describe(cause)}; {incident.why}" if cause else incident.why
-        return r.JobFinished(
-            at=now, outcome=r.Outcome.FAILED, exit_code=EXIT_FAILED, why=why, cause=cause
-        )
+        return _give_up(job, incident, trouble, now)
     eligible = [n for n in job.nodes.values() if n.eligible]
     if len(eligible) >= job.settings.nodes_min:
-        if formed := _form_view(job, eligible, now, trouble.text):
+        if formed := form_anew(job, eligible, now, trouble.text):
             return formed
-        return _storeless(incident.decided_at, now) if _storeless_until(job, incident) <= now else None
+        return _storeless(job, incident, now)
     deadline = now + job.settings.join_timeout_s
     why = f"{len(eligible)} of at least {job.settings.nodes_min} nodes are left"
     return r.GatheringBegan(at=now, deadline=deadline, why=why)
 
 
+def _give_up(job: Job, incident: Incident, trouble: Trouble, now: float) -> r.JobFinished:
+    cause = root_cause(job.failed.values()) or root_cause(incident.failures)
+    why = f"{describe(cause) if cause else trouble.text}; {incident.why}"
+    return r.JobFinished(at=now, outcome=r.Outcome.FAILED, exit_code=EXIT_FAILED, why=why, cause=cause)
+
+
 def _storeless_until(job: Job, incident: Incident) -> float:
-    return incident.decided_at + job.settings.join_timeout_s
+    """From the newest of all that may have made a store necessary."""
+    lost = (n.standing.at for n in job.nodes.values() if isinstance(n.standing, Lost) and n.node_id in job.members)
+    since = max(incident.decided_at, incident.detected_at, incident.rebuilt_at, job.failing_since, *lost)
+    return since + job.settings.join_timeout_s
 
 
-def _storeless(since: float, now: float) -> r.JobFinished:
+def _storeless(job: Job, incident: Incident, now: float) -> r.JobFinished | None:
+    until = _storeless_until(job, incident)
+    return _no_store(until - job.settings.join_timeout_s, now) if until <= now else None
+
+
+def _no_store(since: float, now: float) -> r.JobFinished:
     why = f"no node offered a port for the workers' store in {now - since:.0f} s: look for errors in the agents' logs"
     return r.JobFinished(at=now, outcome=r.Outcome.FAILED, exit_code=EXIT_NODES_MISSING, why=why)
+
+
+def _is_over(job: Job, view: View) -> bool:
+    """A recovery that kept the workers is over when it is proved; one that started them anew, when all run."""
+    return job.proved >= 0 if view.kept else len(job.started) == len(view.members)
 
 
 def _close(job: Job, incident: Incident, view: View, now: float) -> r.IncidentClosed:
@@ -225,50 +285,14 @@ def _close(job: Job, incident: Incident, view: View, now: float) -> r.IncidentCl
         view_before=incident.view_before,
         view_after=view.number,
         restarts_used=job.restarts_used,
-        collateral=max(len(incident.failures) + incident.failures_dropped - (cause is not None), 0),
+        collateral=_folded(incident, view, cause),
+        settled_at=job.settled_at if view.kept else 0.0,
+        step=job.proved if view.kept else -1,
     )
 
 
-# --- forming a view
-
-
-def _store_among(job: Job, eligible: list[Node]) -> bool:
-    """Whether one of those who would take part has a store to offer."""
-    if len(eligible) <= job.settings.nodes_max:
-        return any(n.store_port for n in eligible)
-    return any(job.nodes[c.node_id].store_port for c in _chosen(job, eligible))
-
-
-def _chosen(job: Job, eligible: list[Node]) -> list[Candidate]:
-    candidates = [_candidate(node, job.members.get(node.node_id)) for node in eligible]
-    return choose(candidates, job.settings.nodes_max)
-
-
-def _form_view(job: Job, eligible: list[Node], now: float, why: str) -> r.ViewFormed | None:
-    """The next view; None until some member has a store to offer."""
-    members = seat_members(assign_group_ranks(_chosen(job, eligible)))
-    host = next((m.node_id for m in members if job.nodes[m.node_id].store_port), None)
-    if host is None:
-        return None
-    view = View(
-        number=job.view.number + 1 if job.view else 1,
-        members=members,
-        world_size=sum(m.workers for m in members),
-        store_node_id=host,
-        store_host=job.nodes[host].info.address,
-        store_port=job.nodes[host].store_port,
-        restart_count=job.restarts_used,
-    )
-    return r.ViewFormed(at=now, view=view, why=why)
-
-
-def _candidate(node: Node, member: Member | None) -> Candidate:
-    return Candidate(
-        node_id=node.node_id,
-        incarnation=node.incarnation,
-        workers=node.info.workers,
-        role=node.info.role,
-        requested_rank=node.info.requested_rank,
-        join_order=node.join_order,
-        current_rank=member.group_rank if member else None,
-    )
+def _folded(incident: Incident, view: View, cause: Failure | None) -> int:
+    """Where workers are kept, a further failure is one of its own unless it says otherwise; else all fell together."""
+    if view.kept:
+        return sum(is_collateral(f) for f in incident.failures if f is not cause)
+    return max(len(incident.failures) + incident.failures_dropped - (cause is not None), 0)

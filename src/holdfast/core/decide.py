@@ -17,10 +17,16 @@ from __future__ import annotations
 
 from typing import assert_never
 
+from msgspec.structs import replace
+
 from holdfast.core import events as e
+from holdfast.core import leases, ledger
 from holdfast.core import records as r
-from holdfast.core.faults import Failure
-from holdfast.core.state import Draining, Finished, Job, Linked, Lost, Node, Present, Serving, Unlinked
+from holdfast.core.faults import TRACEBACK_CHARS_MAX, Failure
+from holdfast.core.state import Draining, Finished, Incident, Job, Linked, Lost, Node, Present, Serving, Unlinked
+
+MESSAGE_CHARS_MAX = 2_000
+"""Of a failed step's error."""
 
 
 def decide(job: Job, event: e.Event, now: float) -> list[r.Record]:
@@ -42,19 +48,36 @@ def decide(job: Job, event: e.Event, now: float) -> list[r.Record]:
                     at=now, node_id=node_id, incarnation=incarnation, certain=False, since=now - silent_s, why=why
                 )
             ]
-        case e.WorkersStarted(node_id=node_id, incarnation=incarnation, view=view, pids=pids):
+        case e.WorkersStarted(node_id=node_id, incarnation=incarnation, view=view, pids=pids, logs=logs):
             if not _in_current_view(job, node_id, incarnation, view) or node_id in job.started:
                 return []
-            return [r.NodeStarted(at=now, node_id=node_id, view=view, pids=pids)]
-        case e.WorkerSucceeded(node_id=node_id, incarnation=incarnation, view=view, local_rank=local_rank):
-            known = (node_id, local_rank) in job.done or (node_id, local_rank) in job.failed
-            if not _in_current_view(job, node_id, incarnation, view) or known:
-                return []
-            return [r.WorkerDone(at=now, node_id=node_id, view=view, local_rank=local_rank)]
+            return [r.NodeStarted(at=now, node_id=node_id, view=view, pids=pids, logs=logs)]
+        case e.WorkerSucceeded():
+            return _worker_succeeded(job, event, now)
         case e.WorkerFailed():
             return _worker_failed(job, event, now)
         case e.StoreOffered(node_id=node_id, incarnation=incarnation, port=port):
             return _offer(job, node_id, incarnation, port, now) if job.live(node_id, incarnation) else []
+        case e.SessionBegan() | e.StepInterrupted() | e.WorkersStalled() | e.StepCommitted() | e.TrainingClosed():
+            return _session_news(job, event, now)
+        case e.SparesChanged(node_id=node_id, incarnation=incarnation, parked=parked):
+            node = job.live(node_id, incarnation)
+            return _spares(node, parked, now) if node else []
+        case e.DataAnnounced() | e.SamplesWitnessed() | e.StretchSkipped():
+            is_heard = job.live(event.node_id, event.incarnation) and not isinstance(job.phase, Finished)
+            return ledger.decide(job.ledger, event, now) if is_heard else []
+        case e.StreamNews():
+            return _stream_news(job, event, now)
+        case e.DrainAsked(node_id=node_id, why=why):
+            node = job.nodes.get(node_id)
+            if node is None or not isinstance(node.standing, Present) or isinstance(job.phase, Finished):
+                return []
+            return [_draining(node_id, node.incarnation, 0, why, now)]
+        case e.ResizeAsked(nodes=nodes, why=why):
+            same = nodes == job.settings.nodes_max
+            if same or nodes < max(job.settings.nodes_min, 1) or isinstance(job.phase, Finished):
+                return []
+            return [r.JobResized(at=now, nodes=nodes, why=why)]
         case e.NodeLeaving(node_id=node_id, incarnation=incarnation, signal=signal, why=why):
             node = job.live(node_id, incarnation)
             if node is None or isinstance(node.standing, Draining):
@@ -75,19 +98,110 @@ def _in_current_view(job: Job, node_id: str, incarnation: str, view: int) -> boo
     return member is not None and member.incarnation == incarnation and job.live(node_id, incarnation) is not None
 
 
+def _worker_succeeded(job: Job, event: e.WorkerSucceeded, now: float) -> list[r.Record]:
+    seat = (event.node_id, event.local_rank)
+    current = _in_current_view(job, event.node_id, event.incarnation, event.view)
+    if (current and seat not in job.done and seat not in job.failed) or (
+        not current and _is_counted_on(job, event.node_id, event.incarnation, event.view, event.local_rank)
+    ):
+        return [r.WorkerDone(at=now, node_id=event.node_id, view=event.view, local_rank=event.local_rank)]
+    return []
+
+
 def _worker_failed(job: Job, event: e.WorkerFailed, now: float) -> list[r.Record]:
     node = job.live(event.node_id, event.incarnation)
     if node is None or not isinstance(node.standing, Present):
         return []  # workers of a node on its way out are expected to end
     key = (event.node_id, event.failure.local_rank)
-    if _in_current_view(job, event.node_id, event.incarnation, event.view):
+    if _in_current_view(job, event.node_id, event.incarnation, event.view) or _is_yet_to_change(job, event):
         if key in job.failed or key in job.done:
             return []
         return [r.WorkerLost(at=now, failure=event.failure, late=False)]
     incident = job.incident
-    if incident and incident.view_before == event.view and not _known(incident.failures, event):
+    if incident and _is_of(job, incident, event.view) and not _known(incident.failures, event):
         return [r.WorkerLost(at=now, failure=event.failure, late=True)]
     return []
+
+
+def _is_yet_to_change(job: Job, event: e.WorkerFailed) -> bool:
+    """A view by plan changes nothing until the step boundary: a worker that dies before is missing in it as well."""
+    view, member = job.view, job.members.get(event.node_id)
+    if not isinstance(job.phase, Serving) or view is None or member is None or member.incarnation != event.incarnation:
+        return False
+    before = view.kept and view.planned and event.view == view.number - 1 and job.proved < 0
+    return before and event.failure.local_rank < member.workers
+
+
+def _is_of(job: Job, incident: Incident, view: int) -> bool:
+    """Whether the view is one that this incident has left behind."""
+    return job.view is not None and incident.view_before <= view < job.view.number
+
+
+def _is_counted_on(job: Job, node_id: str, incarnation: str, view: int, local_rank: int) -> bool:
+    """Whether a worker that ended in an earlier view is still counted among those that hold the state."""
+    if job.view is None or view >= job.view.number or not _in_current_view(job, node_id, incarnation, job.view.number):
+        return False
+    before = job.crew_before.get(node_id, ())
+    exact = view == job.view.number - 1 and len(before) == job.members[node_id].workers
+    seats = enumerate(job.crew.get(node_id, ()))
+    return any(h and h.view <= view and (not exact or local == local_rank) for local, h in seats)
+
+
+def _session_news(
+    job: Job,
+    event: e.SessionBegan | e.StepInterrupted | e.WorkersStalled | e.StepCommitted | e.TrainingClosed,
+    now: float,
+) -> list[r.Record]:
+    """Of workers that speak to Holdfast. Only the newest view's count: in an older one they did what they had to."""
+    node_id, view = event.node_id, event.view
+    if not _in_current_view(job, node_id, event.incarnation, view):
+        return []
+    match event:
+        case e.SessionBegan(session=session) if node_id not in job.settled:
+            news = session != job.session
+            return [r.NodeSettled(at=now, node_id=node_id, view=view, session=session, news=news)]
+        case e.StepInterrupted(stumble=stumble) if _is_at_work(job, (node_id, stumble.local_rank)):
+            return [r.StepBroken(at=now, node_id=node_id, view=view, stumble=_bounded(stumble))]
+        case e.WorkersStalled(stalled_s=stalled_s, vectors=vectors):
+            shown = tuple(replace(v, stack=v.stack[-TRACEBACK_CHARS_MAX:]) for v in vectors)
+            if node_id in job.stuck and job.stuck[node_id].vectors == shown:
+                return []
+            return [r.WorkersStuck(at=now, node_id=node_id, view=view, stalled_s=stalled_s, vectors=shown)]
+        case e.StepCommitted(step=step) if job.proved < 0:
+            return [r.StepProved(at=now, node_id=node_id, view=view, step=step)]
+        case e.TrainingClosed(step=step) if not job.is_closed:
+            return [r.TrainingEnded(at=now, node_id=node_id, view=view, step=step)]
+    return []
+
+
+def _stream_news(job: Job, event: e.StreamNews, now: float) -> list[r.Record]:
+    """Of committed steps: true also if a view has come since, but not if all workers went back to a checkpoint."""
+    is_fenced = job.view is None or not job.streams.since_view <= event.view <= job.view.number
+    if is_fenced or job.live(event.node_id, event.incarnation) is None or isinstance(job.phase, Finished):
+        return []
+    known = job.streams.by_name.get(event.stream)
+    fresh, troubles = leases.news_of(known, event.leases[: leases.NEWS_MAX], event.troubles[: leases.NEWS_MAX])
+    found: list[r.Record] = []
+    if fresh:
+        found.append(
+            r.ShardsLeased(at=now, view=event.view, stream=event.stream, step=event.step, leases=tuple(fresh))
+        )
+    for trouble in troubles:
+        kind = r.ShardQuarantined if trouble.is_last else r.ShardFailed
+        bounded = replace(trouble, why=trouble.why[: leases.WHY_CHARS_MAX])
+        found.append(kind(at=now, view=event.view, stream=event.stream, step=event.step, trouble=bounded))
+    return found
+
+
+def _bounded(stumble: e.Stumble) -> e.Stumble:
+    """A thousand ranks stumble over one that fell: where each of them was is not worth keeping."""
+    kept = "" if stumble.collateral else stumble.traceback[-TRACEBACK_CHARS_MAX:]
+    return replace(stumble, message=stumble.message[:MESSAGE_CHARS_MAX], traceback=kept)
+
+
+def _is_at_work(job: Job, seat: tuple[str, int]) -> bool:
+    known = seat in job.held or seat in job.failed or seat in job.done
+    return not known and seat[1] < job.members[seat[0]].workers
 
 
 def _known(failures: list[Failure], event: e.WorkerFailed) -> bool:
@@ -121,7 +235,8 @@ def _same_life(job: Job, node: Node, hello: e.Hello, now: float) -> list[r.Recor
             why = f"{node.node_id} was declared lost ({node.standing.why}) and the job went on without it"
         return [_refuse(hello, now, why, retry_after_s=0.0, rejoin=True)]
     restored = r.LinkRestored(at=now, node_id=node.node_id)
-    return [restored, *_offer(job, node.node_id, node.incarnation, hello.store_port, now)]
+    offered = _offer(job, node.node_id, node.incarnation, hello.store_port, now)
+    return [restored, *offered, *_spares(node, hello.parked, now)]
 
 
 def _offer(job: Job, node_id: str, incarnation: str, port: int, now: float) -> list[r.Record]:
@@ -132,6 +247,10 @@ def _offer(job: Job, node_id: str, incarnation: str, port: int, now: float) -> l
     return [r.StoreReady(at=now, node_id=node_id, port=port)] if port not in (0, taken) else []
 
 
+def _spares(node: Node, parked: int, now: float) -> list[r.Record]:
+    return [r.SparesKnown(at=now, node_id=node.node_id, parked=parked)] if parked != node.parked else []
+
+
 def _take_in(hello: e.Hello, now: float) -> list[r.Record]:
     joined = r.NodeJoined(
         at=now, node_id=hello.node_id, incarnation=hello.incarnation, info=hello.info
@@ -139,9 +258,12 @@ def _take_in(hello: e.Hello, now: float) -> list[r.Record]:
     if hello.leaving:  # said in one breath, so that no view is ever formed with it
         why = "it was told to go before it joined"
         return [joined, _draining(hello.node_id, hello.incarnation, hello.leaving, why, now)]
-    if not hello.store_port:
-        return [joined]
-    return [joined, r.StoreReady(at=now, node_id=hello.node_id, port=hello.store_port)]
+    records: list[r.Record] = [joined]
+    if hello.store_port:
+        records.append(r.StoreReady(at=now, node_id=hello.node_id, port=hello.store_port))
+    if hello.parked:
+        records.append(r.SparesKnown(at=now, node_id=hello.node_id, parked=hello.parked))
+    return records
 
 
 def _draining(node_id: str, incarnation: str, signal: int, why: str, now: float) -> r.NodeDraining:
@@ -175,7 +297,7 @@ def _known_dead(old: Node, hello: e.Hello) -> bool:
 
 
 def _mismatch(job: Job, hello: e.Hello) -> str:
-    spec, settings = hello.spec, job.settings
+    spec, settings = hello.spec, job.asked
     if hello.info.workers < 1:
         return f"the agent would run {hello.info.workers} workers: give --nproc-per-node 1 or more"
     if spec.run_id and spec.run_id != job.job_id:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from holdfast.core.faults import Failure
+from holdfast.core.leases import Lease, Trouble
 
 
 class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,6 +34,76 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     restarts_max: int
 
 
+class SessionInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What kind of state the workers have, from those that speak to Holdfast."""
+
+    shards: int = 1
+    """Into how many different parts it is cut; rank r has part r % shards. 1: every rank has all of it."""
+    replicas: int = 0
+    """Copies of each part in the memory of other ranks, beside those that the cut itself leaves."""
+    resizable: bool = True
+    """Whether the workers can go on in a world of another size."""
+
+
+class Stumble(msgspec.Struct, frozen=True, kw_only=True):
+    """A step that failed in a worker that is well, and waits for a view."""
+
+    rank: int
+    local_rank: int
+    step: int
+    at: float
+    exception: str
+    message: str
+    traceback: str
+    collateral: bool
+    """Whether it is what a healthy rank suffers when another one goes; else an error of its own that may be retried."""
+
+
+class Vector(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a worker has come, when nothing moves any more. The lowest one is the suspect."""
+
+    rank: int
+    local_rank: int
+    step: int
+    phase: int
+    collectives: int
+    waiting: bool
+    """Whether it waits in a collective, for others."""
+    joining: bool = False
+    """Whether it waits for a view, or for the others of one: then it is not the one that keeps them waiting."""
+    stack: str = ""
+
+
+class DataSource(msgspec.Struct, frozen=True, kw_only=True):
+    """What the order of a loader's samples follows from: enough to compute the samples of any step."""
+
+    name: str
+    size: int
+    seed: str
+    """As text: it may be any whole number."""
+    global_batch_size: int
+    slots: int
+    shuffle: bool
+    last_batch: str
+    locality: tuple[int, ...]
+    fingerprint: str
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """What some ranks of a view were handed in one step of one source. See core/ledger.py."""
+
+    source: int
+    view: int
+    world_size: int
+    ranks: tuple[int, ...]
+    step: int
+    count: int
+    """-1: it is lost what it was."""
+    total: bytes
+    committed: bool
+    """Whether these ranks know that the step was committed; else they died before they could."""
+
+
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """An agent's first words on a connection, the first or a later one."""
 
@@ -50,6 +121,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """Incarnations it has seen to be dead with its own eyes: their process is gone from this machine."""
     leaving: int = 0
     """The signal by which it was told to go before it could join; 0 if it means to stay."""
+    parked: int = 0
+    """Spares that wait here, ready to take a rank."""
 
 
 class LinkBroke(msgspec.Struct, frozen=True, kw_only=True, tag="link-broke"):
@@ -75,6 +148,9 @@ class WorkersStarted(msgspec.Struct, frozen=True, kw_only=True, tag="workers-sta
     incarnation: str
     view: int
     pids: tuple[int, ...]
+    logs: tuple[str, ...] = ()
+    """The directory of each one's output, within the node's: a worker that is kept stays with the one it began with.
+    Empty: as for workers that all start anew, `attempt_<view - 1>/<local rank>`."""
 
 
 class WorkerSucceeded(msgspec.Struct, frozen=True, kw_only=True, tag="worker-succeeded"):
@@ -119,8 +195,130 @@ class NodeGone(msgspec.Struct, frozen=True, kw_only=True, tag="node-gone"):
     incarnation: str
 
 
+class SessionBegan(msgspec.Struct, frozen=True, kw_only=True, tag="session-began"):
+    """All of a node's workers are in the view, with the state of the settled step: from now on it can be repaired."""
+
+    node_id: str
+    incarnation: str
+    view: int
+    session: SessionInfo
+
+
+class StepInterrupted(msgspec.Struct, frozen=True, kw_only=True, tag="step-interrupted"):
+    """A worker's step failed; it lives and waits for a view."""
+
+    node_id: str
+    incarnation: str
+    view: int
+    stumble: Stumble
+
+
+class WorkersStalled(msgspec.Struct, frozen=True, kw_only=True, tag="workers-stalled"):
+    """Nothing has moved on a node for longer than steps take."""
+
+    node_id: str
+    incarnation: str
+    view: int
+    stalled_s: float
+    vectors: tuple[Vector, ...]
+
+
+class TrainingClosed(msgspec.Struct, frozen=True, kw_only=True, tag="training-closed"):
+    """A worker has left the loop of its steps, and so have all: what follows is not repaired."""
+
+    node_id: str
+    incarnation: str
+    view: int
+    step: int
+    """As many were committed."""
+
+
+class StepCommitted(msgspec.Struct, frozen=True, kw_only=True, tag="step-committed"):
+    """The first step that one of a node's workers committed in a view."""
+
+    node_id: str
+    incarnation: str
+    view: int
+    step: int
+
+
+class SparesChanged(msgspec.Struct, frozen=True, kw_only=True, tag="spares-changed"):
+    """How many spares of a node are parked and ready."""
+
+    node_id: str
+    incarnation: str
+    parked: int
+
+
+class DataAnnounced(msgspec.Struct, frozen=True, kw_only=True, tag="data-announced"):
+    """The loaders that the workers of a view track, in order."""
+
+    node_id: str
+    incarnation: str
+    view: int
+    sources: tuple[DataSource, ...]
+
+
+class SamplesWitnessed(msgspec.Struct, frozen=True, kw_only=True, tag="samples-witnessed"):
+    """What workers of a node were handed, in the order of steps."""
+
+    node_id: str
+    incarnation: str
+    parts: tuple[Part, ...]
+
+
+class StretchSkipped(msgspec.Struct, frozen=True, kw_only=True, tag="stretch-skipped"):
+    """A loader will pass over these steps."""
+
+    node_id: str
+    incarnation: str
+    view: int
+    source: int
+    first_step: int
+    end_step: int
+    why: str
+
+
+class StreamNews(msgspec.Struct, frozen=True, kw_only=True, tag="stream-news"):
+    """What the commit of a step has granted to slots of a worker, and what failed in them. Told anew in each view."""
+
+    node_id: str
+    incarnation: str
+    view: int
+    stream: str
+    step: int
+    leases: tuple[Lease, ...]
+    troubles: tuple[Trouble, ...]
+
+
+class DrainAsked(msgspec.Struct, frozen=True, kw_only=True, tag="drain-asked"):
+    """A person wants a node to leave at a step boundary."""
+
+    node_id: str
+    why: str
+
+
+class ResizeAsked(msgspec.Struct, frozen=True, kw_only=True, tag="resize-asked"):
+    """A person wants another number of nodes."""
+
+    nodes: int
+    why: str
+
+
 Event = (
     Hello
+    | SessionBegan
+    | StepInterrupted
+    | WorkersStalled
+    | StepCommitted
+    | TrainingClosed
+    | SparesChanged
+    | DataAnnounced
+    | SamplesWitnessed
+    | StretchSkipped
+    | StreamNews
+    | DrainAsked
+    | ResizeAsked
     | LinkBroke
     | NodeSilent
     | WorkersStarted

@@ -7,8 +7,11 @@ from typing import assert_never
 
 import msgspec
 
+from holdfast.core import leases, ledger
 from holdfast.core import records as r
+from holdfast.core.copies import Holder, Seats, layout_of, reseat
 from holdfast.core.invariants import check_after
+from holdfast.core.ladder import Strategy
 from holdfast.core.state import (
     FAILURES_PER_INCIDENT_MAX,
     GONE_NODES_MAX,
@@ -25,6 +28,8 @@ from holdfast.core.state import (
     Serving,
     Unlinked,
 )
+from holdfast.core.troubles import dead_seats, is_disturbed, marks
+from holdfast.core.views import Member, View
 
 SEVERITY: tuple[r.IncidentKind, ...] = ("planned", "node", "worker")
 
@@ -38,7 +43,7 @@ def evolve(job: Job, record: r.Record) -> None:
 def _apply(job: Job, record: r.Record) -> None:
     match record:
         case r.JobCreated(at=at, job_id=job_id, settings=settings):
-            job.job_id, job.settings, job.created_at = job_id, settings, at
+            job.job_id, job.settings, job.asked, job.created_at = job_id, settings, settings, at
         case r.TermBegan():
             _begin_term(job, record)
         case r.NodeJoined():
@@ -50,18 +55,45 @@ def _apply(job: Job, record: r.Record) -> None:
         case r.NodeLeft(at=at, node_id=node_id):
             node = job.nodes[node_id]
             signal = node.standing.signal if isinstance(node.standing, Draining) else 0
-            node.standing, node.store_port = Left(at=at, signal=signal), 0
+            node.standing, node.store_port, node.parked = Left(at=at, signal=signal), 0, 0
         case r.GatheringBegan(at=at, deadline=deadline, why=why):
             job.phase = Gathering(since=at, deadline=deadline, why=why)
             _clear_progress(job)
+            job.crew, job.crew_before, job.released = {}, {}, {}
         case r.ViewFormed():
             _form_view(job, record)
         case r.NodeStarted(node_id=node_id):
             job.started.add(node_id)
-        case r.WorkerDone(node_id=node_id, local_rank=local_rank):
-            job.done.add((node_id, local_rank))
+        case r.WorkerDone(node_id=node_id, local_rank=local_rank, view=number):
+            if job.view and number < job.view.number:
+                _forget_holder(job, node_id, local_rank, number)
+            else:
+                job.done.add((node_id, local_rank))
+            job.stuck.clear()  # something moves
         case r.WorkerLost():
             _lose_worker(job, record)
+        case r.NodeSettled():
+            _settle(job, record)
+        case r.StepBroken(at=at, node_id=node_id, stumble=stumble):
+            _note_failing(job, at)
+            job.held[(node_id, stumble.local_rank)] = stumble
+        case r.WorkersStuck(at=at, node_id=node_id):
+            _note_failing(job, at)
+            job.stuck[node_id] = record
+        case r.StepProved(step=step):
+            _prove(job, step)
+        case r.TrainingEnded(step=step):
+            job.is_closed = True
+            if job.proved < 0:  # nobody leaves before all have the last step
+                _prove(job, max(step - 1, 0))
+        case r.JobResized(nodes=nodes):
+            job.settings = msgspec.structs.replace(job.settings, nodes_max=nodes)
+        case r.DataDescribed() | r.DataSkipped() | r.StepsWitnessed() | r.SamplesNoted():
+            ledger.evolve(job.ledger, record)
+        case r.ShardsLeased(stream=stream, leases=granted):
+            leases.note_leases(job.streams.by_name.setdefault(stream, leases.StreamState()), granted)
+        case r.ShardFailed(stream=stream, trouble=trouble) | r.ShardQuarantined(stream=stream, trouble=trouble):
+            leases.note_trouble(job.streams.by_name.setdefault(stream, leases.StreamState()), trouble)
         case r.IncidentOpened():
             _open_incident(job, record)
         case r.IncidentDecided():
@@ -77,6 +109,8 @@ def _apply(job: Job, record: r.Record) -> None:
             job.nodes[node_id].link = Linked()
         case r.StoreReady(node_id=node_id, port=port):
             job.nodes[node_id].store_port = port
+        case r.SparesKnown(at=at, node_id=node_id, parked=parked):
+            job.nodes[node_id].parked, job.nodes[node_id].parked_at = parked, at
         case r.NodeRefused():
             pass
         case _:
@@ -91,7 +125,7 @@ def _begin_term(job: Job, record: r.TermBegan) -> None:
     if isinstance(job.phase, Gathering):
         job.phase = msgspec.structs.replace(job.phase, deadline=max(job.phase.deadline, deadline))
     for node in job.nodes.values():
-        node.store_port = 0
+        node.store_port, node.parked = 0, 0
         if node.alive:
             node.link = Unlinked(since=record.at, deadline=deadline, certain=False)
 
@@ -121,35 +155,138 @@ def _lose_node(node: Node, lost: Lost) -> None:
         node.standing = Left(at=lost.at, signal=node.standing.signal)
     else:
         node.standing = lost
-    node.store_port = 0
+    node.store_port, node.parked = 0, 0
 
 
 def _clear_progress(job: Job) -> None:
-    job.started.clear()
-    job.done.clear()
-    job.failed.clear()
+    """All that is known of the workers of one view only."""
+    for known in (job.started, job.done, job.failed, job.held, job.stuck, job.settled):
+        known.clear()
+    job.settled_at, job.proved, job.is_closed = 0.0, -1, False
 
 
 def _form_view(job: Job, record: r.ViewFormed) -> None:
-    job.view = record.view
-    job.members = {m.node_id: m for m in record.view.members}
-    job.phase = Serving()
-    job.nodes[record.view.store_node_id].store_port = 0  # a store serves one view only
-    _clear_progress(job)
+    view = record.view
     if job.incident:
-        job.incident.rebuilt_at = record.at
+        _count_try(job, job.incident, record)
+    crew = {m.node_id: _carried(job, view, m) for m in view.members} if view.kept else {}
+    job.crew, job.crew_before = crew, job.crew if view.kept else {}
+    staying = {m.node_id for m in view.members}
+    leaving = {m.node_id: m.incarnation for m in job.members.values() if m.node_id not in staying}
+    job.released = leaving if view.kept and view.planned else {}
+    job.view, job.formed_at, job.layout = view, record.at, None
+    job.members = {m.node_id: m for m in view.members}
+    if not view.kept:
+        ledger.begin_life(job.ledger, view.number)
+        leases.begin_life(job.streams, view.number)
+    job.phase = Serving()
+    job.nodes[view.store_node_id].store_port = 0  # a store serves one view only
+    _clear_progress(job)
+
+
+def _count_try(job: Job, incident: Incident, record: r.ViewFormed) -> None:
+    """Before what it is an answer to is cleared."""
+    incident.rebuilt_at = record.at
+    chosen = incident.strategy
+    if chosen and record.view.kept and not record.view.planned:
+        incident.tries[chosen] = incident.tries.get(chosen, 0) + 1
+        incident.answered |= {(chosen, mark) for mark in marks(job)}
+
+
+def _carried(job: Job, view: View, member: Member) -> Seats:
+    """What a member's workers bring along into a view that keeps them; spares that fill seats are no longer parked."""
+    before = job.members.get(member.node_id)
+    stays = before is not None and before.incarnation == member.incarnation
+    seats = job.crew.get(member.node_id) or (None,) * (before.workers if before else 0)
+    dead = {local for node_id, local in (*dead_seats(job), *view.replaced) if node_id == member.node_id}
+    filled = member.workers - (len(seats) - len(dead) if stays else 0)
+    if view.strategy is Strategy.RECOVER and filled > 0:
+        node = job.nodes[member.node_id]
+        node.parked = max(node.parked - filled, 0)
+    return reseat(seats if stays else (), dead if stays else (), member.workers)
+
+
+# --- workers
+
+
+def _note_failing(job: Job, at: float) -> None:
+    if not is_disturbed(job):
+        job.failing_since = at
 
 
 def _lose_worker(job: Job, record: r.WorkerLost) -> None:
     failure = record.failure
-    if not record.late:
-        job.failing_since = job.failing_since if job.failed else record.at
+    if record.late:
+        _forget_holder(job, failure.node_id, failure.local_rank, failure.view)
+    else:
+        _note_failing(job, record.at)
         job.failed[(failure.node_id, failure.local_rank)] = failure
+        job.held.pop((failure.node_id, failure.local_rank), None)
     incident = job.incident
     if incident and len(incident.failures) < FAILURES_PER_INCIDENT_MAX:
         incident.failures.append(failure)
     elif incident:
         incident.failures_dropped += 1
+
+
+def _settle(job: Job, record: r.NodeSettled) -> None:
+    assert job.view is not None
+    job.session = record.session
+    job.settled.add(record.node_id)
+    if len(job.settled) == len(job.members):
+        job.settled_at = record.at
+    if len(job.settled) == len(job.members) or not _is_cut_anew(job):
+        for node_id in job.settled:
+            _seat_holders(job, job.members[node_id])
+
+
+def _is_cut_anew(job: Job) -> bool:
+    """Whether workers came into this view with shards of another cut. They keep those until a step is committed, so
+    what they held before counts until all have settled."""
+    assert job.view is not None and job.session is not None
+    cut = (job.session.shards, job.view.world_size)
+    return any(h and (h.layout.shards, h.layout.world_size) != cut for seats in job.crew.values() for h in seats)
+
+
+def _prove(job: Job, step: int) -> None:
+    """Who came through a commit holds all it should, whether or not its node has said that it settled."""
+    job.proved = step
+    if job.session:
+        for member in job.members.values():
+            _seat_holders(job, member)
+
+
+def _seat_holders(job: Job, member: Member) -> None:
+    """A member's workers hold the state of the current view, but for those that have ended since."""
+    assert job.view is not None and job.session is not None
+    layout = job.layout = layout_of(job.view, job.session, job.layout)
+    before, dead = job.crew.get(member.node_id, ()), dead_seats(job)
+    seats: list[Holder | None] = []
+    for local_rank in range(member.workers):
+        had = before[local_rank] if local_rank < len(before) else None
+        fresh = job.proved < 0 and (had is None or had.layout != layout or had.fresh)
+        rank = member.first_rank + local_rank
+        holder = Holder(view=job.view.number, rank=rank, layout=layout, fresh=fresh)
+        seats.append(None if (member.node_id, local_rank) in dead else holder)
+    job.crew[member.node_id] = tuple(seats)
+
+
+def _forget_holder(job: Job, node_id: str, local_rank: int, number: int) -> None:
+    """A worker of an earlier view is gone after all. Which one it is now is known, by what it held, if it is of the
+    view just before; else none that it could be is counted on."""
+    assert job.view is not None
+    if node_id not in job.crew:
+        return
+    before = job.crew_before.get(node_id, ())
+    exact = number == job.view.number - 1 and local_rank < len(before)
+    gone = before[local_rank] if exact else None
+    job.crew[node_id] = tuple(
+        None if holder and holder.view <= number and (not exact or holder == gone) else holder
+        for holder in job.crew[node_id]
+    )
+
+
+# --- incidents
 
 
 def _open_incident(job: Job, record: r.IncidentOpened) -> None:
@@ -166,7 +303,9 @@ def _open_incident(job: Job, record: r.IncidentOpened) -> None:
 
 
 def _last_signs(job: Job) -> Iterator[float]:
-    """Of the nodes that the view in force has lost."""
+    """Of the nodes that the view in force has lost; of steps that failed, and of the last that moved."""
+    yield from (stumble.at for stumble in job.held.values())
+    yield from (stuck.at - stuck.stalled_s for stuck in job.stall.values())
     for node_id in job.members:
         node = job.nodes.get(node_id)
         if node and isinstance(node.standing, Lost):

@@ -14,6 +14,8 @@ from collections.abc import Iterable
 
 import msgspec
 
+from holdfast.core.ladder import FailoverStrategy
+
 TRACEBACK_CHARS_MAX = 16_000
 LOG_TAIL_LINES_MAX = 20
 LOG_LINE_CHARS_MAX = 500
@@ -64,6 +66,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     log_tail: tuple[str, ...] = ()
     error_file: str = ""
     log_file: str = ""
+    advice: FailoverStrategy = FailoverStrategy.NORMAL_FAILOVER
+    """Of the user's failover extension."""
 
     @property
     def exit_code(self) -> int:
@@ -119,6 +123,11 @@ def describe_end(end: End) -> str:
             return f"killed because memory ran out ({evidence})"
         case NotStarted(reason):
             return f"could not be started: {reason}"
+
+
+def describe_error(exception: str, message: str) -> str:
+    """An exception as its last line shows it."""
+    return f"{exception}: {message}" if message else exception
 
 
 def describe(failure: Failure) -> str:

@@ -7,6 +7,8 @@ everything and is what the tests call after every step.
 from __future__ import annotations
 
 from holdfast.core import records as r
+from holdfast.core.copies import lack
+from holdfast.core.ladder import LADDER, Strategy
 from holdfast.core.state import Finished, Job, Serving
 from holdfast.core.views import View
 
@@ -15,23 +17,38 @@ def check_after(job: Job, record: r.Record) -> None:
     """The invariants this record could have broken."""
     match record:
         case r.ViewFormed(view=view):
-            check_view(job, view)
-            for member in view.members:
-                assert job.live(member.node_id, member.incarnation), f"{member.node_id} is not alive"
-        case r.IncidentDecided():
+            check_view(view)
+            check_new_view(job, view)
+        case r.IncidentDecided(strategy=strategy, counted=counted):
             assert job.restarts_used <= job.settings.restarts_max, "more restarts than allowed"
-        case r.JobFinished() | r.GatheringBegan():
-            pass
-        case r.NodeStarted(node_id=node_id) | r.WorkerDone(node_id=node_id):
+            assert not (counted and strategy in LADDER), "a recovery that keeps the workers uses up no restart"
+        case r.IncidentClosed():
+            assert job.view is None or not job.view.kept or job.proved >= 0, "over without a committed step"
+        case r.NodeStarted(node_id=node_id) | r.NodeSettled(node_id=node_id) | r.StepBroken(node_id=node_id):
+            assert node_id in job.members, f"{node_id} is not in the view"
+        case r.WorkerDone(node_id=node_id) | r.WorkersStuck(node_id=node_id) | r.StepProved(node_id=node_id):
             assert node_id in job.members, f"{node_id} is not in the view"
         case _:
             pass
 
 
-def check_view(job: Job, view: View) -> None:
-    """A view is whole: sizes in bounds, ranks without gaps or repeats."""
+def check_new_view(job: Job, view: View) -> None:
+    """Those who are to serve can, and a view that keeps workers keeps the state."""
     size = len(view.members)
-    assert job.settings.nodes_min <= size <= job.settings.nodes_max, f"a view of {size} nodes"
+    assert size >= job.settings.nodes_min or view.strategy is Strategy.DUMP, f"a view of {size} nodes"
+    assert size <= job.settings.nodes_max or view.kept, f"a view of {size} nodes"
+    for member in view.members:
+        node = job.live(member.node_id, member.incarnation)
+        assert node, f"{member.node_id} is not alive"
+        assert member.workers <= node.info.workers, f"{member.node_id} cannot run {member.workers} workers"
+    if view.kept:
+        kept = [holder for seats in job.crew.values() for holder in seats if holder]
+        assert not lack(kept), f"a view that keeps workers without their state: {lack(kept)}"
+
+
+def check_view(view: View) -> None:
+    """A view is whole: ranks without gaps or repeats, and a place to meet."""
+    size = len(view.members)
     assert [m.group_rank for m in view.members] == list(range(size)), "group ranks have gaps"
     next_rank = 0
     for member in view.members:
@@ -47,12 +64,17 @@ def check_all(job: Job) -> None:
     assert job.restarts_used <= job.settings.restarts_max, "more restarts than allowed"
     if isinstance(job.phase, Serving):
         assert job.view is not None, "serving without a view"
-        check_view(job, job.view)
+        check_view(job.view)
         members = set(job.members)
         assert job.started <= members and {n for n, _ in job.done} <= members, "progress of a stranger"
         assert {n for n, _ in job.failed} <= members, "a failure of a stranger"
+        assert {n for n, _ in job.held} | set(job.stuck) | job.settled <= members, "a report of a stranger"
+        assert not set(job.held) & set(job.failed), "a worker that holds and has failed"
+        assert set(job.crew) <= members and not set(job.released) & members, "the state is elsewhere"
+        for node_id, seats in job.crew.items():
+            assert len(seats) == job.members[node_id].workers, f"{node_id} has other seats than workers"
     if isinstance(job.phase, Finished) and job.phase.record.outcome is r.Outcome.SUCCEEDED:
-        assert job.view and len(job.done) == job.view.world_size, "success with workers unaccounted for"
+        assert job.view and job.is_through, "success with workers unaccounted for"
     orders = [n.join_order for n in job.nodes.values()]
     assert len(set(orders)) == len(orders), "two nodes joined at the same place"
     numbers = [i.number for i in job.incidents]

@@ -6,8 +6,13 @@ from __future__ import annotations
 import msgspec
 
 from holdfast.core import records as r
+from holdfast.core.events import SessionInfo
 from holdfast.core.faults import Failure
+from holdfast.core.ladder import Strategy
+from holdfast.core.planned import may_resize
+from holdfast.core.plans import is_member, standby
 from holdfast.core.state import Draining, Finished, Gathering, Job, Node, Serving
+from holdfast.core.troubles import dumping, online
 from holdfast.core.views import Member, View
 
 
@@ -27,6 +32,21 @@ class Serve(msgspec.Struct, frozen=True, kw_only=True, tag="serve"):
     store_here: bool
     restart_count: int
     restarts_max: int
+    workers: int
+    """How many of its workers have ranks in this view."""
+    first_ranks: tuple[int, ...]
+    """The first rank of each node, in the order of group ranks."""
+    kept: bool
+    """Give the workers that live their new places; fill what is missing as `strategy` says: RECOVER from the parked
+    spares first, otherwise by new processes. False: start all of them anew."""
+    planned: bool
+    strategy: Strategy | None
+    replaced: tuple[int, ...]
+    """Local ranks whose workers live but hang: end them first."""
+    spares: int
+    """How many parked workers to keep beside."""
+    session: SessionInfo | None
+    """What is known of the workers' state; None until they have said so."""
 
 
 class Hold(msgspec.Struct, frozen=True, kw_only=True, tag="hold"):
@@ -34,6 +54,15 @@ class Hold(msgspec.Struct, frozen=True, kw_only=True, tag="hold"):
 
     job_id: str
     why: str
+    release: int = 0
+    """The view that began without this node, by plan: its workers leave at the step boundary. 0: stop them now."""
+    spares: int = 0
+    """How many parked workers to keep ready."""
+    world_size: int = 0
+    """Of the view in force, for the spares."""
+    session: SessionInfo | None = None
+    leaving: bool = False
+    """It was asked to go: once its workers are gone it says goodbye and ends."""
 
 
 class Exit(msgspec.Struct, frozen=True, kw_only=True, tag="exit"):
@@ -71,9 +100,13 @@ class Addressed(msgspec.Struct, frozen=True):
 def orders(job: Job, record: r.Record) -> list[Addressed]:
     """The orders this record gives rise to, in the state it led to."""
     match record:
-        case r.NodeJoined(node_id=node_id) | r.LinkRestored(node_id=node_id) | r.NodeDraining(node_id=node_id):
+        case r.NodeJoined(node_id=node_id) | r.LinkRestored(node_id=node_id):
             return [_standing(job, job.nodes[node_id])]
-        case r.ViewFormed() | r.GatheringBegan() | r.JobFinished():
+        case r.NodeDraining(node_id=node_id):
+            return [_standing(job, job.nodes[node_id]), *_next_in_line(job, node_id)]
+        case r.NodeLost(node_id=node_id) | r.NodeLeft(node_id=node_id):
+            return _next_in_line(job, node_id)
+        case r.ViewFormed() | r.GatheringBegan() | r.JobFinished() | r.JobResized() | r.NodeSettled(news=True):
             return [_standing(job, node) for node in job.nodes.values() if node.alive]
         case r.NodeRefused():
             return [Addressed(record.node_id, record.incarnation, _refusal(record))]
@@ -85,6 +118,13 @@ def _standing(job: Job, node: Node) -> Addressed:
     return Addressed(node.node_id, node.incarnation, standing_order(job, node))
 
 
+def _next_in_line(job: Job, node_id: str) -> list[Addressed]:
+    """When one that stood by goes, those behind it move up."""
+    if job.session is None or node_id in job.members or not isinstance(job.phase, Serving):
+        return []
+    return [_standing(job, node) for node in standby(job)]
+
+
 def standing_order(job: Job, node: Node) -> Order:
     """What this node should be doing now, whatever it was told before."""
     match job.phase:
@@ -93,16 +133,36 @@ def standing_order(job: Job, node: Node) -> Order:
                 outcome=record.outcome, exit_code=record.exit_code, why=record.why, cause=record.cause
             )
         case Gathering(why=why):
-            return Hold(job_id=job.job_id, why=why)
+            return Hold(job_id=job.job_id, why=why, leaving=isinstance(node.standing, Draining))
         case Serving():
             assert job.view is not None
-            member = job.members.get(node.node_id)
-            if isinstance(node.standing, Draining):
-                return Hold(job_id=job.job_id, why="this node is leaving")
-            if member is None or member.incarnation != node.incarnation:
-                why = f"standing by: the job runs on {len(job.view.members)} nodes"
-                return Hold(job_id=job.job_id, why=why)
-            return _serve(job, job.view, member)
+            leaving = isinstance(node.standing, Draining)
+            if is_member(job, node) and not (leaving and not online(job)):
+                return _serve(job, job.view, job.members[node.node_id])  # one that leaves stays until a step boundary
+            return _hold(job, job.view, node, leaving)
+
+
+def _hold(job: Job, view: View, node: Node, leaving: bool) -> Hold:
+    why = "this node is leaving" if leaving else f"standing by: the job runs on {len(view.members)} nodes"
+    released = job.released.get(node.node_id) == node.incarnation
+    spares = 0 if leaving else _spares_standing_by(job, view, node)
+    return Hold(
+        job_id=job.job_id,
+        why=why,
+        release=view.number if released else 0,
+        spares=spares,
+        world_size=view.world_size if job.session else 0,
+        session=job.session,
+        leaving=leaving,
+    )
+
+
+def _spares_standing_by(job: Job, view: View, node: Node) -> int:
+    """All of its workers, if the job is large enough to need it some day."""
+    if job.session is None or dumping(job):
+        return 0
+    wanted = max(job.settings.nodes_max + job.settings.spare_nodes - len(view.members), 0)
+    return node.info.workers if node in standby(job)[:wanted] else 0
 
 
 def _serve(job: Job, view: View, member: Member) -> Serve:
@@ -120,7 +180,23 @@ def _serve(job: Job, view: View, member: Member) -> Serve:
         store_here=view.store_node_id == member.node_id,
         restart_count=view.restart_count,
         restarts_max=job.settings.restarts_max,
+        workers=member.workers,
+        first_ranks=tuple(m.first_rank for m in view.members),
+        kept=view.kept,
+        planned=view.planned,
+        strategy=view.strategy,
+        replaced=tuple(local_rank for node_id, local_rank in view.replaced if node_id == member.node_id),
+        spares=_spares_beside(job, member),
+        session=job.session,
     )
+
+
+def _spares_beside(job: Job, member: Member) -> int:
+    """As many as are wanted, and one for each empty seat that may be filled again."""
+    if job.session is None or dumping(job):
+        return 0
+    empty = job.nodes[member.node_id].info.workers - member.workers
+    return job.settings.spares + (empty if may_resize(job) else 0)
 
 
 def _refusal(record: r.NodeRefused) -> Refuse:

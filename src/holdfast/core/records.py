@@ -11,8 +11,10 @@ from typing import Literal
 
 import msgspec
 
-from holdfast.core.events import NodeInfo
+from holdfast.core.events import DataSource, NodeInfo, Part, SessionInfo, Stumble, Vector
 from holdfast.core.faults import Failure
+from holdfast.core.ladder import Strategy as Strategy
+from holdfast.core.leases import Lease, Trouble
 from holdfast.core.settings import Settings
 from holdfast.core.views import View
 
@@ -23,14 +25,6 @@ class Outcome(StrEnum):
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     STOPPED = "stopped"
-
-
-class Strategy(StrEnum):
-    """How an incident is handled. Words of the ladder; see strategy.py."""
-
-    RESTART = "restart"
-    WAIT = "wait"
-    EXIT = "exit"
 
 
 IncidentKind = Literal["worker", "node", "planned"]
@@ -101,6 +95,8 @@ class NodeStarted(msgspec.Struct, frozen=True, kw_only=True, tag="node-started")
     node_id: str
     view: int
     pids: tuple[int, ...]
+    logs: tuple[str, ...] = ()
+    """The directory of each one's output, within the node's; empty: that of the view."""
 
 
 class WorkerDone(msgspec.Struct, frozen=True, kw_only=True, tag="worker-done"):
@@ -115,6 +111,129 @@ class WorkerLost(msgspec.Struct, frozen=True, kw_only=True, tag="worker-lost"):
     failure: Failure
     late: bool
     """Of a view that is over: evidence for the open incident, not a new fault."""
+
+
+class NodeSettled(msgspec.Struct, frozen=True, kw_only=True, tag="node-settled"):
+    """All workers of a node are in the view, with the state of the settled step."""
+
+    at: float
+    node_id: str
+    view: int
+    session: SessionInfo
+    news: bool
+    """Whether it says something else about the state than was known: every node is to hear of it."""
+
+
+class StepBroken(msgspec.Struct, frozen=True, kw_only=True, tag="step-broken"):
+    """A worker's step failed; the worker is well and waits for a view."""
+
+    at: float
+    node_id: str
+    view: int
+    stumble: Stumble
+
+
+class WorkersStuck(msgspec.Struct, frozen=True, kw_only=True, tag="workers-stuck"):
+    """Nothing moves on a node any more."""
+
+    at: float
+    node_id: str
+    view: int
+    stalled_s: float
+    vectors: tuple[Vector, ...]
+
+
+class TrainingEnded(msgspec.Struct, frozen=True, kw_only=True, tag="training-ended"):
+    """All steps are made. What fails from now on fails as in any script."""
+
+    at: float
+    node_id: str
+    view: int
+    step: int
+
+
+class StepProved(msgspec.Struct, frozen=True, kw_only=True, tag="step-proved"):
+    """The first step committed in the view: every rank of it has come through its barrier."""
+
+    at: float
+    node_id: str
+    view: int
+    step: int
+
+
+class JobResized(msgspec.Struct, frozen=True, kw_only=True, tag="job-resized"):
+    """Another number of nodes is wanted from now on."""
+
+    at: float
+    nodes: int
+    why: str
+
+
+class DataDescribed(msgspec.Struct, frozen=True, kw_only=True, tag="data-described"):
+    """What the samples of each step follow from, from this view on."""
+
+    at: float
+    view: int
+    sources: tuple[DataSource, ...]
+
+
+class DataSkipped(msgspec.Struct, frozen=True, kw_only=True, tag="data-skipped"):
+    """The script passes over a stretch of steps of a source."""
+
+    at: float
+    view: int
+    source: int
+    name: str
+    first_step: int
+    end_step: int
+    why: str
+
+
+class StepsWitnessed(msgspec.Struct, frozen=True, kw_only=True, tag="steps-witnessed"):
+    """A piece of the chain of what was handed out; see ledger.py. Stretches are (first, last)."""
+
+    at: float
+    since_view: int
+    """The first view of the life that it belongs to."""
+    source: int
+    first_step: int
+    last_step: int
+    samples: int
+    chain: str
+    """The link of the last step."""
+    unwitnessed: tuple[tuple[int, int], ...] = ()
+    """Of which it cannot be known any more what they were made of."""
+    skipped: tuple[tuple[int, int], ...] = ()
+
+
+class ShardsLeased(msgspec.Struct, frozen=True, kw_only=True, tag="shards-leased"):
+    """The commit of a step has given shards of a stream to slots."""
+
+    at: float
+    view: int
+    stream: str
+    step: int
+    leases: tuple[Lease, ...]
+
+
+class ShardFailed(msgspec.Struct, frozen=True, kw_only=True, tag="shard-failed"):
+    """A shard could not be read to its end; the rest of it is leased again."""
+
+    at: float
+    view: int
+    stream: str
+    step: int
+    trouble: Trouble
+
+
+class ShardQuarantined(msgspec.Struct, frozen=True, kw_only=True, tag="shard-quarantined"):
+    """A shard failed too often: the rest of it is not read in this epoch."""
+
+    at: float
+    view: int
+    stream: str
+    step: int
+    trouble: Trouble
 
 
 class IncidentOpened(msgspec.Struct, frozen=True, kw_only=True, tag="incident-opened"):
@@ -155,6 +274,10 @@ class IncidentClosed(msgspec.Struct, frozen=True, kw_only=True, tag="incident-cl
     restarts_used: int
     collateral: int
     """How many failures were folded under the cause."""
+    settled_at: float = 0.0
+    """When all nodes had settled in the view; 0 if they were not asked to or had not all said so."""
+    step: int = -1
+    """The first step committed in the view, which proves the recovery; -1 where workers do not say so."""
 
 
 class JobFinished(msgspec.Struct, frozen=True, kw_only=True, tag="job-finished"):
@@ -180,6 +303,17 @@ class StoreReady(msgspec.Struct, frozen=True, kw_only=True, tag="store-ready"):
     at: float
     node_id: str
     port: int
+
+
+class SparesKnown(msgspec.Struct, frozen=True, kw_only=True, tag="spares-known"):
+    at: float
+    node_id: str
+    parked: int
+
+
+class SamplesNoted(msgspec.Struct, frozen=True, kw_only=True, tag="samples-noted"):
+    at: float
+    parts: tuple[Part, ...]
 
 
 class NodeRefused(msgspec.Struct, frozen=True, kw_only=True, tag="node-refused"):
@@ -210,15 +344,27 @@ DurableRecord = (
     | NodeStarted
     | WorkerDone
     | WorkerLost
+    | NodeSettled
+    | StepBroken
+    | WorkersStuck
+    | StepProved
+    | TrainingEnded
+    | JobResized
+    | DataDescribed
+    | DataSkipped
+    | StepsWitnessed
+    | ShardsLeased
+    | ShardFailed
+    | ShardQuarantined
     | IncidentOpened
     | IncidentDecided
     | IncidentClosed
     | JobFinished
 )
-SoftRecord = LinkLost | LinkRestored | StoreReady | NodeRefused
+SoftRecord = LinkLost | LinkRestored | StoreReady | SparesKnown | SamplesNoted | NodeRefused
 Record = DurableRecord | SoftRecord
 
-SOFT_RECORDS = (LinkLost, LinkRestored, StoreReady, NodeRefused)
+SOFT_RECORDS = (LinkLost, LinkRestored, StoreReady, SparesKnown, SamplesNoted, NodeRefused)
 
 
 def is_durable(record: Record) -> bool:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import assert_never
 
 from holdfast.core import records as r
-from holdfast.core.faults import Failure, describe
+from holdfast.core.faults import Failure, describe, describe_error
+from holdfast.core.leases import Lease, Trouble
+
+STRETCHES_SHOWN_MAX = 5
 
 
 def sentence(record: r.Record) -> str:
@@ -35,6 +39,37 @@ def sentence(record: r.Record) -> str:
             return f"worker {local_rank} of {node_id} succeeded"
         case r.WorkerLost(failure=failure, late=late):
             return f"{describe(failure)}{' (in the view before)' if late else ''}"
+        case r.NodeSettled(node_id=node_id, view=view_number):
+            return f"workers of {node_id} have the state and are in view {view_number}"
+        case r.StepBroken(node_id=node_id, stumble=stumble):
+            what = f"rank {stumble.rank} on {node_id} left step {stumble.step} and waits for a view"
+            return f"{what}: {describe_error(stumble.exception, stumble.message)}"
+        case r.WorkersStuck(node_id=node_id, stalled_s=stalled_s):
+            return f"nothing has moved on {node_id} for {stalled_s:.1f} s"
+        case r.TrainingEnded(view=view_number, step=step):
+            return f"all {step} steps are made, in view {view_number}"
+        case r.StepProved(view=view_number, step=step):
+            return f"step {step} is committed, the first of view {view_number}"
+        case r.JobResized(nodes=nodes, why=why):
+            return f"the job is to run on {nodes} node{'s' * (nodes > 1)}: {why}"
+        case r.DataDescribed(sources=sources):
+            return "; ".join(
+                f"{s.name}: {s.size:,} samples, {s.global_batch_size:,} a step, seed {s.seed}" for s in sources
+            )
+        case r.DataSkipped(name=name, first_step=first, end_step=end, why=why):
+            return f"{name or 'the loader'} passes over steps {first} to {end - 1}{f': {why}' * bool(why)}"
+        case r.StepsWitnessed():
+            return _witnessed(record)
+        case r.SamplesNoted(parts=parts):
+            return f"{len(parts)} witnesses of steps came in"
+        case r.ShardsLeased(stream=stream, leases=leases):
+            return f"{stream}: {leased(leases)}"
+        case r.ShardFailed(stream=stream, trouble=trouble):
+            return f"{stream}: {unread(trouble)}; it will be tried again ({trouble.tries} failed so far)"
+        case r.ShardQuarantined(stream=stream, trouble=trouble):
+            return f"{stream}: {unread(trouble)}; it is in quarantine for this epoch, after {trouble.tries} tries"
+        case r.SparesKnown(node_id=node_id, parked=parked):
+            return f"{node_id} has {parked} spare{'s' * (parked != 1)} parked"
         case r.IncidentOpened(number=number, cause=cause):
             return f"incident {number}: {cause}"
         case r.IncidentDecided(number=number, strategy=strategy, why=why):
@@ -55,6 +90,37 @@ def sentence(record: r.Record) -> str:
             assert_never(record)
 
 
+def _witnessed(record: r.StepsWitnessed) -> str:
+    steps = f"steps {record.first_step} to {record.last_step}: {record.samples:,} samples witnessed"
+    skipped = f", skipped {stretches(record.skipped)}" if record.skipped else ""
+    missing = f", UNWITNESSED {stretches(record.unwitnessed)}" if record.unwitnessed else ""
+    return steps + skipped + missing
+
+
+def stretches(pairs: Sequence[tuple[int, int]]) -> str:
+    """(first, last) pairs for a person."""
+    shown = [f"{first}" if first == last else f"{first} to {last}" for first, last in pairs[:STRETCHES_SHOWN_MAX]]
+    more = f" and {len(pairs) - STRETCHES_SHOWN_MAX} more" if len(pairs) > STRETCHES_SHOWN_MAX else ""
+    return ", ".join(shown) + more
+
+
+def leased(leases: Sequence[Lease]) -> str:
+    """Which slot reads what."""
+    shown = [
+        f"slot {lease.slot} reads {lease.shard} in epoch {lease.epoch}"
+        + (f" from record {lease.first:,} on" if lease.first else "")
+        for lease in leases[:STRETCHES_SHOWN_MAX]
+    ]
+    more = f" and {len(leases) - STRETCHES_SHOWN_MAX} more" if len(leases) > STRETCHES_SHOWN_MAX else ""
+    return ", ".join(shown) + more
+
+
+def unread(trouble: Trouble) -> str:
+    """What could not be read, and why."""
+    what = f"{trouble.shard} could not be read from record {trouble.cursor:,} on in epoch {trouble.epoch}"
+    return f"{what}: {trouble.why}" if trouble.why else what
+
+
 def receipt(record: r.IncidentClosed) -> str:
     """A recovery in one line: cause, strategy, and where the time went."""
     phases = ", ".join(f"{name} {duration_s * 1000:.0f} ms" for name, duration_s in phase_durations(record))
@@ -63,18 +129,23 @@ def receipt(record: r.IncidentClosed) -> str:
     return (
         f"incident {record.number} over after {total_s * 1000:.0f} ms ({phases}): {record.cause};"
         f" {record.strategy.value}, view {record.view_before} → {record.view_after},"
-        f" {record.restarts_used} restart{'s' * (record.restarts_used != 1)} used{folded}"
+        f" {_outcome(record)}{folded}"
     )
+
+
+def _outcome(record: r.IncidentClosed) -> str:
+    if record.step >= 0:
+        return f"step {record.step} committed"
+    return f"{record.restarts_used} restart{'s' * (record.restarts_used != 1)} used"
 
 
 def phase_durations(record: r.IncidentClosed) -> list[tuple[str, float]]:
     """How long each phase took, in seconds: they add up to the whole."""
-    marks = [
-        ("detected", record.detected_at),
-        ("decided", record.decided_at),
-        ("rebuilt", record.rebuilt_at),
-        ("workers up", record.at),
-    ]
+    marks = [("detected", record.detected_at), ("decided", record.decided_at), ("rebuilt", record.rebuilt_at)]
+    if record.step < 0:
+        marks.append(("workers up", record.at))
+    else:
+        marks += [("restored", record.settled_at), ("first step", record.at)]
     durations, last = [], record.happened_at
     for name, at in marks:
         at = max(at, last)  # a phase that was skipped takes no time

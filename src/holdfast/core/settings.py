@@ -4,14 +4,36 @@ from __future__ import annotations
 
 import msgspec
 
+from holdfast.core.ladder import LADDER, Strategy
+
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """Fixed for the life of a job and kept in its journal."""
+    """Fixed for the life of a job, but for `nodes_max` (JobResized), and kept in its journal."""
 
     nodes_min: int = 1
     nodes_max: int = 1
     restarts_max: int = 0
     """Restarts after failures of workers. As with torchrun, changes of membership do not count."""
+
+    recovery: tuple[Strategy, ...] = LADDER
+    """The rungs that may be used, in the ladder's order."""
+
+    spares: int = 0
+    """Parked workers that each node keeps beside those that have ranks."""
+
+    spare_nodes: int = 0
+    """Nodes beyond the maximum that may join, with all their workers parked, to take a lost node's place."""
+
+    replicas: int = 1
+    """Copies of each shard in other ranks' memory, where the state is sharded and has no copy by itself."""
+
+    rung_tries_max: int = 3
+    """How often one rung may be tried in one incident. A fault during a recovery is no reason to give the rung up; the
+    same failure of the same worker is, at once."""
+
+    park_timeout_s: float = 30.0
+    """How long a node that is to be taken in may take to park its workers. Until then the others train on without it;
+    after it, it is taken in as it is, and they wait for it at the step boundary."""
 
     settle_s: float = 0.5
     """How long to wait for further nodes once the minimum is there. Nodes of one job start within tens of
@@ -33,6 +55,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     guard_window_s: float = 30.0
     """How long an id stays reserved for a life that fell silent and may still be alive behind a partition."""
+
+    stall_window_s: float = 10.0
+    """Reports of nodes on which nothing moves belong to one stall if they came within this time. An older one is of a
+    stall that has dissolved."""
 
     collect_window_s: float = 0.5
     """When all that is known are the collateral errors of other ranks, how long to wait for the cause."""

@@ -6,9 +6,13 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from holdfast.core.events import NodeInfo
+from holdfast.core.copies import Layout, Seats
+from holdfast.core.events import NodeInfo, SessionInfo, Stumble
 from holdfast.core.faults import Failure
-from holdfast.core.records import IncidentClosed, IncidentKind, JobFinished, Strategy
+from holdfast.core.ladder import Strategy
+from holdfast.core.leases import Streams
+from holdfast.core.ledger import Ledger
+from holdfast.core.records import IncidentClosed, IncidentKind, JobFinished, WorkersStuck
 from holdfast.core.settings import Settings
 from holdfast.core.views import Member, View
 
@@ -77,6 +81,10 @@ class Node:
     standing: Standing = Present()
     link: Link = Linked()
     store_port: int = 0
+    parked: int = 0
+    """Spares that wait on it, ready to take a rank."""
+    parked_at: float = 0.0
+    """When their number was last heard."""
 
     @property
     def alive(self) -> bool:
@@ -133,6 +141,10 @@ class Incident:
     rebuilt_at: float = 0.0
     failures: list[Failure] = field(default_factory=list)
     failures_dropped: int = 0
+    tries: dict[Strategy, int] = field(default_factory=dict)
+    """How often each strategy was chosen."""
+    answered: set[tuple[Strategy, str]] = field(default_factory=set)
+    """Which failures (troubles.marks) it was chosen for: one that comes back is not answered by the same rung again."""
 
 
 @dataclass
@@ -141,6 +153,8 @@ class Job:
 
     job_id: str = ""
     settings: Settings = field(default_factory=Settings)
+    asked: Settings = field(default_factory=Settings)
+    """As it was created: what agents were started with, whatever it was resized to since."""
     created_at: float = 0.0
     term: int = 0
     phase: Phase = Gathering(since=0.0, deadline=0.0, why="the job has not been created")
@@ -151,6 +165,10 @@ class Job:
     """The view in force, or while gathering the last one, whose ranks are kept where possible."""
     members: dict[str, Member] = field(default_factory=dict)
     """Its members by node."""
+    formed_at: float = 0.0
+    """When it was formed."""
+    released: dict[str, str] = field(default_factory=dict)
+    """Lives (by node) that the view in force left out by plan: their workers leave at the step boundary."""
     restarts_used: int = 0
     started: set[str] = field(default_factory=set)
     """Nodes whose workers all run in the current view."""
@@ -158,11 +176,60 @@ class Job:
     """Workers (node, local rank) of the current view that succeeded."""
     failed: dict[tuple[str, int], Failure] = field(default_factory=dict)
     """Workers of the current view that failed, but for those of nodes on their way out."""
+    held: dict[tuple[str, int], Stumble] = field(default_factory=dict)
+    """Workers of the current view whose step failed; they live, and wait for a view."""
+    stuck: dict[str, WorkersStuck] = field(default_factory=dict)
+    """Nodes of the current view on which nothing moves."""
     failing_since: float = 0.0
-    """When the first of them was recorded."""
+    """When the first of the current view's failures, failed steps and stalls was recorded."""
+    session: SessionInfo | None = None
+    """What kind of state the workers have, as last said; None while, or if, they do not speak to Holdfast."""
+    settled: set[str] = field(default_factory=set)
+    """Nodes whose workers are all in the current view, with state."""
+    settled_at: float = 0.0
+    """When the last of them was; 0 while one is missing."""
+    is_closed: bool = False
+    """Whether the workers of this view have made all their steps."""
+    proved: int = -1
+    """The first step committed in the current view; -1 before."""
+    layout: Layout | None = None
+    """How the state of those who settled in the current view is cut."""
+    crew: dict[str, Seats] = field(default_factory=dict)
+    """By node of the current view: what its living workers hold, also from views before."""
+    crew_before: dict[str, Seats] = field(default_factory=dict)
+    """The same of the view before, for news of it that come late."""
+    ledger: Ledger = field(default_factory=Ledger)
+    """Which samples the committed steps were made of."""
+    streams: Streams = field(default_factory=Streams)
+    """Which shards were leased, and which could not be read."""
     incident: Incident | None = None
     incidents: list[IncidentClosed] = field(default_factory=list)
     incidents_opened: int = 0
+
+    @property
+    def is_through(self) -> bool:
+        """Whether all workers have succeeded; or all that ever had a part in it, in a change by plan for which
+        newcomers came too late: the others had made their last step, and nobody will meet them."""
+        assert self.view is not None
+        if len(self.done) == self.view.world_size:
+            return True
+        if not self.done or not (self.view.kept and self.view.planned) or self.proved >= 0:
+            return False
+        left = [(m.node_id, i) for m in self.view.members for i in range(m.workers) if (m.node_id, i) not in self.done]
+        return not any(i < len(seats := self.crew.get(node_id, ())) and seats[i] is not None for node_id, i in left)
+
+    @property
+    def stall(self) -> dict[str, WorkersStuck]:
+        """The reports of a stall, once every member with workers left has sent one and they are of the same time. A
+        node whose workers are busy sends none: then the others wait for it, and nothing is wrong."""
+        newest_at = max((report.at for report in self.stuck.values()), default=0.0)
+        together = {n: s for n, s in self.stuck.items() if s.at >= newest_at - self.settings.stall_window_s}
+        at_work = {
+            m.node_id for m in self.members.values() if any((m.node_id, i) not in self.done for i in range(m.workers))
+        }
+        if not any(not vector.joining for report in together.values() for vector in report.vectors):
+            return {}
+        return together if at_work <= {*together, *(n for n, _ in self.held)} else {}
 
     def live(self, node_id: str, incarnation: str) -> Node | None:
         """The node, if this life of it is the current one and not over."""

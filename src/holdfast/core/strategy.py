@@ -1,132 +1,160 @@
-"""What is wrong with the view in force, and the cheapest thing to do about it.
+"""How to handle what is wrong with the view in force: the ladder, and what stands beside it.
 
-The ladder, for scripts that do not speak to Holdfast and so cannot be repaired in place:
+Workers that speak to Holdfast keep running (`online`): a new view gives those that live their places. Of the rungs,
+from the cheapest, the first is taken that is allowed (`--recovery`), fits the damage, leaves a complete copy of the
+state among those who live on, and has not failed in this incident:
+
+    rung               fits when                                           the next view
+    retry              all processes live: connections broke, or a step    the same workers, the same step
+                       failed by an error that may pass
+    recover-in-place   processes died or hang, on nodes that live          new processes in their seats
+    recover            ... and each such node has spares parked: then it   spares in their seats
+                       comes first, as a spare is there sooner
+                       nodes are gone, and others stand by                 those take over their ranks
+    elastic-training   the workers can work in a world of another size,    the living, fewer ranks
+                       and the minimum of nodes is left
+    dump               always                                              the living; they write a checkpoint and end
+    exit               always                                              none: the job ends with the cause
+
+A rung has failed when it was tried `rung_tries_max` times in the incident, or once for the same failure of the same
+rank. None of them counts against `--max-restarts`: a committed step proves it, or it was of no use. A worker whose own
+error comes back, or may not be retried, is replaced like one that died. The last rung needs no permission.
+
+Scripts that do not speak to Holdfast, and workers that have finished or hold no complete copy any more:
 
     restart   every worker starts again in a new view, on the nodes there are; from the warm fork server
     wait      too few nodes are left: workers stop until enough are back
     exit      no restart is left: the job ends with the cause
 
-What counts against `--max-restarts` is blame: a worker that failed by itself counts, and so do collateral
-errors whose cause nobody can name; a node that is lost, leaves or joins does not.
+What counts against `--max-restarts` is blame: a worker that failed by itself counts, and so do collateral errors whose
+cause nobody can name; a node that is lost, leaves or joins does not.
+
+A failover extension's advice goes before all this: abortion ends the job; global starts every worker anew, and counts;
+node sends the node away, which leaves one member less.
 """
 
 from __future__ import annotations
 
-from itertools import chain
+from collections.abc import Callable
 
 import msgspec
 
-from holdfast.core.faults import describe, is_collateral, root_cause
-from holdfast.core.records import IncidentKind, Strategy
-from holdfast.core.state import Draining, Job, Lost, Node, Serving
-
-
-class Trouble(msgspec.Struct, frozen=True):
-    """Why the view cannot stay as it is."""
-
-    kind: IncidentKind
-    text: str
+from holdfast.core import plans
+from holdfast.core.copies import lack
+from holdfast.core.faults import is_collateral
+from holdfast.core.ladder import FailoverStrategy, Strategy
+from holdfast.core.plans import Damage, Plan
+from holdfast.core.state import Job
+from holdfast.core.troubles import (
+    Trouble,
+    dumping,
+    is_disturbed,
+    living_holders,
+    marks,
+    members_gone,
+    online,
+    own_errors,
+)
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """A rung of the ladder, and why it is the one."""
+    """A strategy, and why it is the one."""
 
     strategy: Strategy
     counted: bool
     why: str
+    plan: Plan | None = None
+    """The next view, where workers are kept."""
 
 
-def trouble(job: Job, now: float) -> Trouble | None:
-    """The first reason to leave the view in force, or None."""
-    assert job.view is not None
-    gone = members_gone(job)
-    if lost := [text for text, draining in gone if not draining]:
-        return Trouble("node", _listed(lost))
-    if job.failed:
-        first = root_cause(job.failed.values())
-        assert first is not None
-        if not (gone and is_collateral(first)):
-            return Trouble("worker", describe(first))
-    if gone:
-        return Trouble("planned", _listed([text for text, _ in gone]))
-    if newcomers := _due_newcomers(job, now):
-        return Trouble("planned", _listed([f"node {n.node_id} joined" for n in newcomers]))
-    return None
+RUNGS: tuple[tuple[Strategy, Callable[[Job, Damage], Plan | None]], ...] = (
+    (Strategy.RETRY, plans.retry),
+    (Strategy.RECOVER, plans.recover_from_parked),
+    (Strategy.RECOVER_IN_PLACE, plans.recover_in_place),
+    (Strategy.RECOVER, plans.recover),
+    (Strategy.ELASTIC_TRAINING, plans.elastic),
+    (Strategy.DUMP, plans.dump),
+)
 
 
-def choose(job: Job) -> Choice:
+def choose(job: Job, trouble: Trouble) -> Choice:
     """The cheapest strategy that can work."""
+    advice = {failure.advice for failure in job.failed.values()}
+    if FailoverStrategy.ABORTION_FAILOVER in advice:
+        return Choice(Strategy.EXIT, False, "the failover extension wants the job to end")
+    if trouble.plan:
+        return Choice(trouble.plan.strategy, False, trouble.plan.why, trouble.plan)
+    if dumping(job):
+        return _climb(job) if online(job) else Choice(Strategy.EXIT, False, "the checkpoint could not be written")
+    by_request = trouble.kind == "planned" and not is_disturbed(job)
+    if FailoverStrategy.GLOBAL_FAILOVER in advice:
+        return _start_anew(job, trouble, "the failover extension wants every worker to start anew")
+    if by_request or not online(job):
+        return _start_anew(job, trouble, _why_not_online(job))
+    return _climb(job)
+
+
+# --- workers that are kept
+
+
+def _climb(job: Job) -> Choice:
+    rungs = [rung for rung in RUNGS if is_open(job, rung[0])]
+    if dumping(job):
+        rungs = [rung for rung in rungs if rung[0] is Strategy.DUMP]
+    damage = plans.assess(job, can_retry=any(strategy is Strategy.RETRY for strategy, _ in rungs))
+    for _, make in rungs:
+        if plan := make(job, damage):
+            return Choice(plan.strategy, False, plan.why, plan)
+    return Choice(Strategy.EXIT, False, _why_exit(job))
+
+
+def is_open(job: Job, strategy: Strategy) -> bool:
+    """Whether the rung is allowed, and has not failed in this incident."""
+    if strategy not in job.settings.recovery:
+        return False
+    return job.incident is None or not (_is_tried_out(job, strategy) or _was_no_help(job, strategy))
+
+
+def _is_tried_out(job: Job, strategy: Strategy) -> bool:
+    return bool(job.incident and job.incident.tries.get(strategy, 0) >= job.settings.rung_tries_max)
+
+
+def _was_no_help(job: Job, strategy: Strategy) -> bool:
+    return bool(job.incident and any((strategy, mark) in job.incident.answered for mark in marks(job)))
+
+
+def _why_exit(job: Job) -> str:
+    allowed = [s.value for s in job.settings.recovery if s is not Strategy.EXIT]
+    if not allowed:
+        return "nothing else is allowed (--recovery exit)"
+    tried = [s.value for s in job.incident.tries if s is not Strategy.EXIT] if job.incident else []
+    why = f"none of the allowed strategies fits ({', '.join(allowed)})"
+    return f"{why}; tried in this incident: {', '.join(tried)}" if tried else why
+
+
+# --- workers that are not
+
+
+def _start_anew(job: Job, trouble: Trouble, reason: str) -> Choice:
     settings = job.settings
-    real = any(not is_collateral(f) for f in job.failed.values())
-    counted = real or (bool(job.failed) and not members_gone(job))
+    blamed = any(not is_collateral(f) for f in job.failed.values()) or bool(own_errors(job))
+    counted = blamed or (trouble.kind == "worker" and not members_gone(job))
+    prefix = f"{reason}; " if reason else ""
     if counted and job.restarts_used >= settings.restarts_max:
         left = "no restart is allowed" if not settings.restarts_max else "all restarts are used up"
-        return Choice(Strategy.EXIT, False, f"{left} (--max-restarts {settings.restarts_max})")
+        return Choice(Strategy.EXIT, False, f"{prefix}{left} (--max-restarts {settings.restarts_max})")
     eligible = sum(n.eligible for n in job.nodes.values())
     if eligible < settings.nodes_min:
-        why = f"{eligible} of at least {settings.nodes_min} nodes are left"
-        return Choice(Strategy.WAIT, counted, why)
+        return Choice(Strategy.WAIT, counted, f"{prefix}{eligible} of at least {settings.nodes_min} nodes are left")
     nodes = min(eligible, settings.nodes_max)
-    return Choice(Strategy.RESTART, counted, f"{nodes} of {settings.nodes_max} nodes can go on")
+    return Choice(Strategy.RESTART, counted, f"{prefix}{nodes} of {settings.nodes_max} nodes can go on")
 
 
-def members_gone(job: Job) -> list[tuple[str, bool]]:
-    """Members of the view that are no longer there or are going: what happened, and whether by request. A node whose
-    workers have all succeeded has done its part: it may go without costing the others anything."""
-    assert job.view is not None
-    gone: list[tuple[str, bool]] = []
-    for member in job.view.members:
-        node = job.nodes.get(member.node_id)
-        if all((member.node_id, local_rank) in job.done for local_rank in range(member.workers)):
-            continue
-        if node is None or node.incarnation != member.incarnation:
-            gone.append((f"node {member.node_id} was replaced by its next life", False))
-        elif isinstance(node.standing, Draining):
-            gone.append((f"node {member.node_id} is leaving: {node.standing.why}", True))
-        elif not node.alive:
-            why = node.standing.why if isinstance(node.standing, Lost) else "it left"
-            gone.append((f"node {member.node_id} was lost: {why}", False))
-    return gone
-
-
-def newcomers(job: Job) -> list[Node]:
-    """Nodes for which the view in force has room, in the order in which they came; none while they must wait."""
-    if job.view is None or not isinstance(job.phase, Serving):
-        return []
-    room = job.settings.nodes_max - len(job.view.members)
-    if room <= 0 or job.done:
-        return []  # nobody is restarted for a newcomer once workers have finished
-    if job.incident and job.incident.kind != "planned":
-        return []  # one thing at a time
-    waiting = [n for n in job.nodes.values() if n.eligible and n.node_id not in job.members]
-    first = sorted(waiting, key=lambda n: n.join_order)[:room]
-    return first if first and _can_grow(job, first) else []
-
-
-def _can_grow(job: Job, waiting: list[Node]) -> bool:
-    """A change nobody needs waits for verdicts and for a store, so that once begun it goes through."""
-    if any(n.doubtful for n in job.nodes.values()):
-        return False
-    members = (n for n in job.nodes.values() if n.eligible and n.node_id in job.members)
-    return any(n.store_port for n in chain(waiting, members))
-
-
-def newcomers_due_at(job: Job) -> float | None:
-    """When the waiting newcomers are to be taken in; None if there are none."""
-    waiting = newcomers(job)
-    if not waiting:
-        return None
-    assert job.view is not None
-    if len(job.view.members) + len(waiting) >= job.settings.nodes_max:
-        return waiting[0].joined_at
-    return waiting[0].joined_at + job.settings.settle_s
-
-
-def _due_newcomers(job: Job, now: float) -> list[Node]:
-    due_at = newcomers_due_at(job)
-    return newcomers(job) if due_at is not None and due_at <= now else []
-
-
-def _listed(texts: list[str], shown_max: int = 3) -> str:
-    more = f"; and {len(texts) - shown_max} more" if len(texts) > shown_max else ""
-    return "; ".join(texts[:shown_max]) + more
+def _why_not_online(job: Job) -> str:
+    """Of workers that could be kept if their state were there."""
+    if job.session is None or online(job):
+        return ""
+    if job.done:
+        return "some workers have finished already"
+    missing = lack(living_holders(job)) if any(job.crew.values()) else "the workers have no state yet"
+    return f"{missing}, so all start from the last checkpoint"

@@ -9,9 +9,12 @@ The rule of stable ranks, when a view follows another:
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 
 import msgspec
+
+from holdfast.core.ladder import Strategy
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,6 +40,14 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     store_host: str
     store_port: int
     restart_count: int
+    kept: bool = False
+    """Workers that live stay and get new places; else all of them start anew."""
+    planned: bool = False
+    """Nothing is wrong: the workers change over at a step boundary."""
+    strategy: Strategy | None = None
+    """By which it came about; None for a first view or a change that nobody needed."""
+    replaced: tuple[tuple[str, int], ...] = ()
+    """Workers (node, local rank) that live but hang, and are ended."""
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,3 +114,13 @@ def seat_members(ordered: Sequence[Candidate]) -> tuple[Member, ...]:
         first_rank += candidate.workers
         role_next[candidate.role] += candidate.workers
     return tuple(members)
+
+
+def ring_partner(first_ranks: Sequence[int], world_size: int, rank: int, nth: int) -> int:
+    """The rank that keeps the n-th copy of this rank's shard: on the next node of the ring where there is more than
+    one, so that the copy outlives the node; else the next rank. Workers and master count by this same rule."""
+    if len(first_ranks) < 2:
+        return (rank + nth) % world_size
+    node = bisect_right(first_ranks, rank) - 1
+    end = first_ranks[node + 1] if node + 1 < len(first_ranks) else world_size
+    return (rank + nth * (end - first_ranks[node])) % world_size

@@ -5,7 +5,10 @@
     sampler     for torch's own DataLoader                  loader    with workers, prefetch and keyed randomness
     pipeline    the loader's workers                        ledger    what was used, as a chain of digests
     randomness  by sample and by slot, not by process       mixture   several datasets by weight, as one
-    tokens      windows of a memory-mapped token file
+    tokens      windows of a memory-mapped token file       stream    shards read from front to back, leased
+    catalogue   a stream's shards and their order           formats   records out of text, JSON, tar, Parquet
+    drafts      which records a step of a stream has        reading   ahead of the loop, and again after a fault
+    tree_sum    a sum over slots in one fixed order
 
 All of it needs NumPy; order, slots, plan and ledger do without torch.
 """

@@ -23,6 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from holdfast.data.plan import Plan
+from holdfast.data.skips import Skips
 from holdfast.data.slots import loss_scale
 from holdfast.errors import UsageError
 
@@ -60,6 +61,8 @@ class Cursor:
         self.rank, self.world_size = rank, world_size
         self.weights = None if weights is None else tuple(weights)
         self.plan.share(0, rank, world_size, self.weights)  # refuses weights that cannot be
+        self.skips = Skips()
+        """The steps that are passed over."""
         self._step = 0
         self._drawn = 0
         self._epoch_wish: int | None = None
@@ -82,25 +85,59 @@ class Cursor:
 
     def commit(self, steps: int = 1) -> None:
         """Say that the batch was trained on: call it after each `optimizer.step()`, on every rank."""
-        if steps < 0 or self._step + steps > self._drawn:
-            drawn = f"{self._step} of {self._drawn} drawn steps are committed"
-            raise UsageError(f"{drawn}, so commit({steps}) cannot be: commit once for each batch")
-        self._step += steps
+        step = self._step
+        for _ in range(steps):
+            if step >= self._drawn:
+                break
+            step = self.skips.following(step + 1)
+        else:
+            if steps >= 0:
+                self._step = step
+                return
+        drawn = f"{self._step} of {self._drawn} drawn steps are committed"
+        raise UsageError(f"{drawn}, so commit({steps}) cannot be: commit once for each batch")
+
+    def commit_drawn(self) -> None:
+        """Commit the step being trained on, if anything of it was drawn: what the session does after each step."""
+        if self._drawn > self._step:
+            self._step = self.skips.following(self._step + 1)
+
+    def skip(self, steps: range | None = None, *, samples: range | None = None, why: str = "") -> range:
+        """Pass over a stretch that does harm: steps by their numbers, or samples by their positions in the run, rounded
+        to whole steps. What was handed out already is past; returns the steps that will be passed over. On every rank
+        alike. It is part of the state, and in a session of the journal."""
+        if (steps is None) == (samples is None):
+            raise UsageError("give either steps=range(first, end) or samples=range(first, end)")
+        stretch = self._steps_of(samples) if steps is None else steps
+        assert stretch is not None
+        if stretch.step != 1 or stretch.start < 0 or not stretch:
+            raise UsageError(f"{stretch} is no stretch of steps: give range(first, end)")
+        first_free = max(self._step, self._drawn)
+        if stretch.stop <= first_free:
+            raise UsageError(f"steps {stretch.start} to {stretch.stop - 1} were handed out already: it is too late")
+        stretch = range(max(stretch.start, first_free), stretch.stop)
+        self.skips.add(stretch, why)
+        if self._drawn <= self._step:
+            self._step = self._drawn = self.skips.following(self._step)
+        return stretch
 
     def set_epoch(self, epoch: int) -> None:
         """The next pass is over what is not yet committed of this epoch. Uncommitted samples before it are given up."""
         self._warn_if_forgotten()
         self._epoch_wish = epoch
-        if (first := self.plan.first_step(epoch)) > self._step:
+        if (first := self.skips.following(self.plan.first_step(epoch))) > self._step:
             self._step = self._drawn = first
 
     def state_dict(self) -> dict[str, Any]:
         """The committed position and the configuration: the same on every rank, plain numbers and words."""
-        return self.plan.state(self._step)
+        skips = {"skips": self.skips.state()} if self.skips else {}
+        return self.plan.state(self._step) | skips
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the last committed step, at whatever world size. Takes no longer for a later position."""
-        self._move_to(self.plan.step_of_state(state))
+        step = self.plan.step_of_state(state)
+        self.skips.load(state.get("skips", []))
+        self._move_to(step)
 
     def __len__(self) -> int:
         """The number of steps of the epoch, committed ones included, so that schedules do not change at a resume."""
@@ -112,8 +149,16 @@ class Cursor:
         return loss_scale(len(positions), len(self.plan.span(step)), self.world_size)
 
     def _move_to(self, step: int) -> None:
-        self._step = self._drawn = step
+        self._step = self._drawn = self.skips.following(step)
         self._epoch_wish = self._pass = None
+
+    def _steps_of(self, positions: range | None) -> range:
+        """Those that have any of these positions."""
+        if not positions or positions.step != 1 or positions.start < 0:
+            raise UsageError(f"{positions} is no stretch of samples: give range(first, end)")
+        last = self.plan.step_with(positions.stop - 1)
+        has_last = self.plan.span(last).start < positions.stop  # else it is left out at the end of an epoch
+        return range(self.plan.step_with(positions.start), last + has_last)
 
     def _begin_pass(self) -> range:
         """The steps of the next pass: the rest of the epoch."""

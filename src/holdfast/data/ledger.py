@@ -3,22 +3,35 @@
 A link is the hash of the link before it, the step's number and the step's samples in ascending order. Which rank had
 which sample does not enter: runs on 4 and on 3 ranks have the same chain. If two chains agree at a step, they agree at
 all steps before it, so the first difference is found by bisection.
+
+**Witnesses.** While a session trains, nobody has all samples of a step in one place. So each batch is given a witness
+by the worker that reads it: how many samples it has, and the sum (mod 2^128) of their digests, each a function of epoch
+and sample. Sums can be added in any order and by anybody, and a repeated or missing sample changes them. The master
+adds up the witnesses of a step and chains them (core/ledger.py); `planned_witnesses` says what the plan expects. The
+digests are 64-bit mixers in two lanes, keyed by the epoch: mistakes do not pass them, forgers may.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
-from holdfast.data.order import Indices
+from holdfast.data.order import Indices, Words
 from holdfast.data.plan import Plan
 
 DIGEST_BYTES = 16
 START = bytes(DIGEST_BYTES)
 """The link before the first step."""
+TOTAL_MODULUS = 2**128
+BLOCK_SAMPLES = 65_536
+"""How many samples' digests are computed at a time."""
+KEYS_CACHED_MAX = 64
+_HALF = np.uint64(32)
+_LOWER = np.uint64(2**32 - 1)
 NAMED_MAX = 10
 """How many missing or repeated samples a verdict names."""
 
@@ -53,6 +66,71 @@ def first_difference(mine: Sequence[bytes], others: Sequence[bytes]) -> int | No
         else:
             high = middle
     return low if low < min(len(mine), len(others)) else None
+
+
+# --- witnesses
+
+
+@lru_cache(maxsize=KEYS_CACHED_MAX)
+def _lane_keys(epoch: int) -> tuple[np.uint64, np.uint64]:
+    digest = hashlib.blake2b(f"holdfast ledger 1\0{epoch}".encode(), digest_size=16).digest()
+    return np.uint64(int.from_bytes(digest[:8], "little")), np.uint64(int.from_bytes(digest[8:], "little"))
+
+
+def _lane(samples: Words, key: np.uint64) -> Words:
+    """The finaliser of SplitMix64: every bit of the input changes every bit of the output half the time."""
+    words = samples + key
+    words ^= words >> np.uint64(30)
+    words *= np.uint64(0xBF58476D1CE4E5B9)
+    words ^= words >> np.uint64(27)
+    words *= np.uint64(0x94D049BB133111EB)
+    words ^= words >> np.uint64(31)
+    return words
+
+
+def _digests(epoch: int, samples: Words) -> Words:
+    """One row of three for each sample: the upper lane, and the lower one in halves, so that sums do not overflow."""
+    upper_key, lower_key = _lane_keys(epoch)
+    lower = _lane(samples, lower_key)
+    return np.stack((_lane(samples, upper_key), lower >> _HALF, lower & _LOWER))
+
+
+def _total(sums: Sequence[int]) -> int:
+    upper, middle, lower = sums
+    return ((upper << 64) + (middle << 32) + lower) % TOTAL_MODULUS
+
+
+def witness(samples_by_epoch: Iterable[tuple[int, Sequence[int] | Indices]]) -> tuple[int, int]:
+    """The number of samples and the sum of their digests."""
+    count = total = 0
+    for epoch, samples in samples_by_epoch:
+        count += len(samples)
+        words = np.asarray(samples, dtype=np.int64).astype(np.uint64)
+        total += _total(_digests(epoch, words).sum(axis=1, dtype=np.uint64).tolist())
+    return count, total % TOTAL_MODULUS
+
+
+def planned_witnesses(plan: Plan, steps: range) -> Iterator[tuple[int, int, int]]:
+    """(step, count, total) that an undisturbed run has."""
+    block = max(1, BLOCK_SAMPLES // plan.global_batch_size)
+    for first in range(steps.start, steps.stop, block):
+        yield from _planned_block(plan, range(first, min(first + block, steps.stop)))
+
+
+def _planned_block(plan: Plan, steps: range) -> Iterator[tuple[int, int, int]]:
+    pieces = [(step, *segment) for step in steps for segment in plan.order.segments(plan.span(step))]
+    totals: dict[int, tuple[int, int]] = dict.fromkeys(steps, (0, 0))
+    for epoch in sorted({epoch for _, epoch, _, _ in pieces}):
+        mine = [(step, first, end) for step, of, first, end in pieces if of == epoch]
+        offsets = np.concatenate([np.arange(first, end) for _, first, end in mine])
+        digests = _digests(epoch, plan.order.samples_of(epoch, offsets).astype(np.uint64))
+        starts = np.cumsum([0, *(end - first for _, first, end in mine)])[:-1]
+        sums = np.add.reduceat(digests, starts, axis=1).T.tolist()
+        for (step, first, end), row in zip(mine, sums, strict=True):
+            count, total = totals[step]
+            totals[step] = (count + end - first, (total + _total(row)) % TOTAL_MODULUS)
+    for step, (count, total) in totals.items():
+        yield step, count, total
 
 
 @dataclass(frozen=True)

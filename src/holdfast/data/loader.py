@@ -21,7 +21,8 @@ gets one ghost (see sampler.py), with scale 0.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from itertools import chain
+from typing import Any, Protocol
 
 from holdfast.data.cursor import Cursor, own_place, size_of
 from holdfast.data.order import Locality
@@ -31,6 +32,16 @@ from holdfast.data.slots import slots_of
 from holdfast.errors import UsageError
 
 OURS = ("batch_size", "batch_sampler", "sampler", "shuffle", "drop_last", "generator")
+
+
+class Watcher(Protocol):
+    """Who adds up what is handed out (ledger.py)."""
+
+    def begin(self, step: int) -> None:
+        """The batches of a step come now, from the first."""
+
+    def add(self, count: int, total: int) -> None:
+        """A batch, by its witness."""
 
 
 class Loader(Cursor):
@@ -77,9 +88,11 @@ class Loader(Cursor):
         )
         super().__init__(plan, rank, world_size, weights)
         feed = Feed(dataset, seed, collate_fn, transform, seed_samples)
-        self._pipeline = Pipeline(plan, feed, num_workers, options)
+        self._pipeline = Pipeline(plan, self.skips, feed, num_workers, options)
         self._is_cut = slots is not None
-        self._loss_scale, self._is_last = 1.0, True
+        self._loss_scale, self._is_last, self._slot = 1.0, True, 0
+        self.watcher: Watcher | None = None
+        """Who is told what `step_batches` hands out."""
 
     @property
     def loss_scale(self) -> float:
@@ -91,6 +104,16 @@ class Loader(Cursor):
         """Whether the batch handed out last was this rank's last of the step: the one whose backward synchronises."""
         return self._is_last
 
+    @property
+    def slot(self) -> int:
+        """The slot of the batch handed out last; the first one, where it has several."""
+        return self._slot
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether `step_batches` gives a batch for each slot."""
+        return self._is_cut
+
     def set_place(self, rank: int, world_size: int, weights: Sequence[float] | None = None) -> None:
         """Another view: from the next batch on, this rank has other slots."""
         self.plan.share(0, rank, world_size, weights)
@@ -99,7 +122,9 @@ class Loader(Cursor):
 
     def __iter__(self) -> Iterator[Any]:
         """The rest of the epoch, one batch a step: all slots of this rank together."""
-        for step in self._begin_pass():
+        for step in chain.from_iterable(self.skips.taken(self._begin_pass())):
+            if step in self.skips:
+                continue  # since it began
             self._drawn = max(self._drawn, step + 1)
             yield from self._batches(step, (self._slots(),))
 
@@ -112,7 +137,12 @@ class Loader(Cursor):
         self._drawn = max(self._drawn, step + 1)
         slots = self._slots()
         units = tuple(range(slot, slot + 1) for slot in slots) if self._is_cut else (slots,)
-        yield from self._batches(step, units or (range(0),))
+        if self.watcher is not None:
+            self.watcher.begin(step)
+        for batch in self._batches(step, units or (range(0),)):
+            if self.watcher is not None and self._loss_scale:  # a ghost is another rank's
+                self.watcher.add(*self._pipeline.handed)
+            yield batch
 
     def close(self) -> None:
         """End the workers now, not when the loader is forgotten."""
@@ -130,4 +160,5 @@ class Loader(Cursor):
             if unit in filled:
                 self._loss_scale = self.scale_of(step, self.plan.slot_share(step, units[unit]))
                 self._is_last = unit == filled[-1]
+                self._slot = units[unit].start
                 yield batch

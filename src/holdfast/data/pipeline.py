@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from holdfast.data.ledger import witness
 from holdfast.data.plan import Plan, blocks
 from holdfast.data.randomness import kept_generators, sample_key, set_generators
+from holdfast.data.skips import Skips
 
 BLOCK_SAMPLES = 16_384
 """How many samples' numbers are computed at a time."""
@@ -36,7 +38,7 @@ class Request(NamedTuple):
 
 
 class Feed(Dataset[Any]):
-    """The dataset as the workers see it: a request in, a collated batch out."""
+    """The dataset as the workers see it: a request in, a collated batch out, and what it was made of."""
 
     def __init__(
         self, dataset: Any, seed: int, collate: Collate | None, transform: Transform | None, seed_samples: bool
@@ -45,9 +47,9 @@ class Feed(Dataset[Any]):
         self.collate = collate or default_collate
         self.transform = transform
 
-    def __getitem__(self, request: Request) -> tuple[int, int, Any]:
+    def __getitem__(self, request: Request) -> tuple[int, int, tuple[int, int], Any]:
         items = [item for epoch, samples in request.samples for item in self._items(epoch, samples)]
-        return request.step, request.unit, self.collate(items)
+        return request.step, request.unit, witness(request.samples), self.collate(items)
 
     def _items(self, epoch: int, samples: list[int]) -> list[Any]:
         if self.seed_samples:
@@ -68,11 +70,14 @@ class Feed(Dataset[Any]):
 class Pipeline:
     """Batches in the order of steps and units."""
 
-    def __init__(self, plan: Plan, feed: Feed, num_workers: int, options: dict[str, Any]) -> None:
-        self.plan = plan
+    def __init__(self, plan: Plan, skips: Skips, feed: Feed, num_workers: int, options: dict[str, Any]) -> None:
+        self.plan, self._skips = plan, skips
+        self.handed: tuple[int, int] = (0, 0)
+        """The witness of the batch taken last."""
         self._next: tuple[int, int] = (0, 0)
         self._units: Units = ()
-        self._batches: Iterator[tuple[int, int, Any]] | None = None
+        self._skips_seen = 0
+        self._batches: Iterator[tuple[int, int, tuple[int, int], Any]] | None = None
         if num_workers > 0:
             options = {"persistent_workers": True} | options
         self._loader: DataLoader[Any] = DataLoader(
@@ -87,12 +92,13 @@ class Pipeline:
 
     def take(self, step: int, unit: int, units: Units) -> Any:
         """The batch of a unit of a step. The cheapest is the one after the last."""
-        if self._batches is None or (step, unit) != self._next or units != self._units:
-            self._next, self._units = (step, unit), units
+        is_next = (step, unit) == self._next and units == self._units and self._skips_seen == self._skips.changes
+        if self._batches is None or not is_next:
+            self._next, self._units, self._skips_seen = (step, unit), units, self._skips.changes
             self._batches = iter(self._loader)
-        found_step, found_unit, batch = next(self._batches)
+        found_step, found_unit, self.handed, batch = next(self._batches)
         assert (found_step, found_unit) == (step, unit), "the workers' answers are out of order"
-        self._next = (step, unit + 1) if unit + 1 < len(units) else (step + 1, 0)
+        self._next = (step, unit + 1) if unit + 1 < len(units) else (self._skips.following(step + 1), 0)
         return batch
 
     def requests(self) -> Iterator[Request]:
@@ -101,9 +107,10 @@ class Pipeline:
         while True:
             # Epoch by epoch: each has a key of its own, and a small dataset would have very many in a block.
             epoch_end = self.plan.first_step(self.plan.epoch_of(step) + 1)
-            for block in blocks(range(step, epoch_end), BLOCK_SAMPLES // self.plan.global_batch_size):
-                yield from self._block(block, units, first_unit)
-                first_unit = 0
+            for taken in self._skips.taken(range(step, epoch_end)):
+                for block in blocks(taken, BLOCK_SAMPLES // self.plan.global_batch_size):
+                    yield from self._block(block, units, first_unit)
+                    first_unit = 0
             step = epoch_end
 
     def close(self) -> None:

@@ -93,6 +93,13 @@ class Plan:
             raise UsageError(f"no step begins at position {position:,} with this global batch: the state is damaged")
         return step
 
+    def step_with(self, position: int) -> int:
+        """The step that has a position; of one that is left out at the end of an epoch, the next step."""
+        if self.last_batch == "across":
+            return position // self.global_batch_size
+        epoch, offset = self.order.place(position)
+        return self.first_step(epoch) + min(offset // self.global_batch_size, self._steps_each_epoch)
+
     def share(self, step: int, rank: int, world_size: int, weights: Sequence[float] | None = None) -> range:
         """The positions of a step that a rank has."""
         return slot_positions(self.span(step), slots_of(rank, world_size, self.slots, weights), self.slots)

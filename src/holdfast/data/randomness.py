@@ -17,8 +17,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
+
+try:
+    import numpy as np
+except ImportError:  # torch does without, and then nobody draws from it
+    np = None  # type: ignore[assignment]
 
 
 def sample_key(seed: int, epoch: int, sample: int) -> int:
@@ -50,7 +54,8 @@ def slot_randomness(seed: int, step: int, slot: int) -> Iterator[None]:
 def set_generators(key: int) -> None:
     """Set Python's, NumPy's and torch's global generators, and those of the device in use."""
     random.seed(key)
-    np.random.seed(key & 0xFFFFFFFF)
+    if np is not None:
+        np.random.seed(key & 0xFFFFFFFF)
     torch.default_generator.manual_seed(key)
     if _device_in_use():
         torch.cuda.manual_seed(key)
@@ -59,13 +64,15 @@ def set_generators(key: int) -> None:
 @contextmanager
 def kept_generators() -> Iterator[None]:
     """Whatever is drawn or set in here, the generators are as they were afterwards."""
-    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    python, cpu = random.getstate(), torch.default_generator.get_state()
+    numpy: Any = np.random.get_state() if np is not None else None
     device: Any = torch.cuda.get_rng_state() if _device_in_use() else None
     try:
         yield
     finally:
         random.setstate(python)
-        np.random.set_state(numpy)
+        if np is not None:
+            np.random.set_state(numpy)
         torch.default_generator.set_state(cpu)
         if device is not None:
             torch.cuda.set_rng_state(device)

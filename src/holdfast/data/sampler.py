@@ -94,7 +94,16 @@ class Sampler(Cursor, TorchSampler[list[int]]):
 
         The pass begins with its first batch, not here: torch's DataLoader asks for an iterator twice and uses one.
         """
-        steps = self._begin_pass()
+        for steps in self.skips.taken(self._begin_pass()):
+            yield from self._shares(steps)
+
+    def skip(self, steps: range | None = None, *, samples: range | None = None, why: str = "") -> range:
+        """As the loader's; but not in the middle of a pass."""
+        if self._drawn > self._step:
+            raise UsageError("torch's DataLoader has fetched ahead: call skip before a pass, as after load_state_dict")
+        return super().skip(steps, samples=samples, why=why)
+
+    def _shares(self, steps: range) -> Iterator[list[int]]:
         for block in blocks(steps, BLOCK_SAMPLES * self.world_size // self.plan.global_batch_size):
             shares = [self._share(step) or self.plan.span(step)[:1] for step in block]
             for step, samples in zip(block, self.plan.samples_of(shares), strict=True):

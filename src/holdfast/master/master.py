@@ -20,16 +20,19 @@ import structlog
 
 from holdfast.core import events as e
 from holdfast.core.conclude import next_deadline
-from holdfast.core.records import DurableRecord, NodeRefused, is_durable
+from holdfast.core.records import DurableRecord, NodeRefused, ShardsLeased, StepsWitnessed, is_durable
 from holdfast.core.sentences import sentence
 from holdfast.core.settings import Settings
 from holdfast.core.state import Finished, Gathering, Job
 from holdfast.core.transact import Transaction, begin, replay, transact
 from holdfast.errors import WireError
+from holdfast.failover import DynamicFailoverExtension
 from holdfast.journal import SqliteJournal
+from holdfast.master.advice import Adviser
+from holdfast.master.requests import objection, outcome
 from holdfast.master.sessions import Session, Switchboard
 from holdfast.wire.channel import Server, ServerConnection, Tls
-from holdfast.wire.messages import Acknowledge, Command, Farewell, Heartbeat, Page, Report, Watch
+from holdfast.wire.messages import Acknowledge, Answer, Ask, Command, Farewell, Heartbeat, Page, Report, Watch
 
 BATCH_EVENTS_MAX = 4_096
 JOINS_GATHER_S = 0.02
@@ -50,18 +53,24 @@ ORPHAN_GRACE_S = 2.0
 log = structlog.get_logger("master")
 _encoder = msgspec.json.Encoder()
 
-Letter = tuple[Session, Report | None]
-"""A report and where it came from; without one, the news that the connection broke."""
+Letter = tuple[Session, Report | Ask | None]
+"""A report or a request, and where it came from; without one, the news that the connection broke."""
 
 
 class Master:
     """One term of a job's coordinator."""
 
     def __init__(
-        self, journal: SqliteJournal, job_id: str, settings: Settings, clock: Callable[[], float] = time.time
+        self,
+        journal: SqliteJournal,
+        job_id: str,
+        settings: Settings,
+        clock: Callable[[], float] = time.time,
+        extension: DynamicFailoverExtension | None = None,
     ) -> None:
         self._journal = journal
         self._clock = clock
+        self._adviser = Adviser(extension)
         self._pages: list[str] = []  # the journal's records as JSON, for watchers; index = seq - 1
         self._job = self._replay()
         self._inbox: asyncio.Queue[Letter | None] = asyncio.Queue()
@@ -89,7 +98,9 @@ class Master:
         def kept() -> list[DurableRecord]:
             entries = list(self._journal.replay())
             self._pages.extend(_encoder.encode(entry.record).decode() for entry in entries)
-            return [entry.record for entry in entries]
+            records = [entry.record for entry in entries]
+            self._adviser.learn(records)
+            return records
 
         return replay(kept())
 
@@ -118,7 +129,7 @@ class Master:
                 log.warning("the agent that started this master is gone and no other is connected: it ends")
                 return
             self._say_progress()
-            self._deal_with(batch)
+            await self._deal_with(batch)
 
     async def _see_agents_off(self) -> None:
         """Until every agent of the job has heard its end, or has had time to: also one whose connection broke, and
@@ -128,19 +139,34 @@ class Master:
         self._unaware = {node.incarnation for node in self._job.nodes.values() if node.alive}
         leave_at = self._clock() + max(FAREWELL_S, self._job.settings.silence_timeout_s)
         while self._still_unaware() and (left_s := leave_at - self._clock()) > 0:
-            self._deal_with(await self._next_batch(left_s))
+            await self._deal_with(await self._next_batch(left_s))
 
     def _still_unaware(self) -> set[str]:
         """Lives that have not heard of the end, less those that have left or were lost since."""
         return self._unaware & {node.incarnation for node in self._job.nodes.values() if node.alive}
 
-    def _deal_with(self, batch: list[Letter]) -> None:
-        events = [report.event if report else _link_broke(session) for session, report in batch]
+    async def _deal_with(self, batch: list[Letter]) -> None:
+        objections = {session: objection(self._job, ask) for session, ask in batch if isinstance(ask, Ask)}
+        events = await self._advised([_event(letter) for letter in batch if not objections.get(letter[0])])
         self._commit(transact(self._job, [*events, *self._silences()], self._clock()))
-        for session, report in batch:
-            if report:
-                session.introduced = True
-                session.send(Acknowledge(report.number))
+        for session, message in batch:
+            match message:
+                case Report(number=number):
+                    session.introduced = True
+                    session.send(Acknowledge(number))
+                case Ask():
+                    why_not = objections[session]
+                    met, text = (False, why_not) if why_not else outcome(self._job, message)
+                    session.send(Answer(met, text, len(self._pages)))
+                    session.finish()
+
+    async def _advised(self, events: list[e.Event]) -> list[e.Event]:
+        """With the word of the user's extension, if there is one. That wait is no absence of the master's."""
+        if isinstance(self._job.phase, Finished) or not any(map(self._adviser.has_to_say, events)):
+            return events
+        advised = await self._adviser.advise(events, self._job.restarts_used)
+        self._turn_at = self._clock()
+        return advised
 
     async def _next_batch(self, wait_s: float | None) -> list[Letter]:
         """What came in; empty if nothing did in time, or if there is something else to look at."""
@@ -213,9 +239,12 @@ class Master:
         """The shell's law, in its order."""
         durable = [record for record in done.records if is_durable(record)]
         self._journal.append(durable)  # type: ignore[arg-type]  # is_durable has just said so
+        self._adviser.learn(durable)
         for record in done.records:
             if is_durable(record) or isinstance(record, NodeRefused):
-                log.info(sentence(record), record=str(record.__struct_config__.tag))
+                is_routine = isinstance(record, StepsWitnessed | ShardsLeased)  # which come all the time
+                say = log.debug if is_routine else log.info
+                say(sentence(record), record=str(record.__struct_config__.tag))
         for addressed in done.orders:
             self._agents.send(addressed.incarnation, Command(self._job.term, addressed.order))
         self._pages.extend(_encoder.encode(record).decode() for record in durable)
@@ -229,6 +258,8 @@ class Master:
         first = await connection.receive()
         if connection.role == "watcher" and isinstance(first, Watch):
             await self._serve_watcher(connection, first.after_seq)
+        elif connection.role == "watcher" and isinstance(first, Ask):
+            await self._serve_operator(connection, first)
         elif connection.role == "agent" and isinstance(first, Report) and isinstance(first.event, e.Hello):
             await self._serve_agent(connection, first, first.event)
         elif first is not None:
@@ -269,6 +300,12 @@ class Master:
         finally:
             del self._watchers[session]
 
+    async def _serve_operator(self, connection: ServerConnection, ask: Ask) -> None:
+        """One request, one answer."""
+        session = Session(connection, "", "", self._clock())
+        self._inbox.put_nowait((session, ask))
+        await _until_first_ends(_discard(connection), session.drain_outbox())
+
     def _feed(self, watcher: Session) -> None:
         """At least one page, so that a watcher knows where it stands; none longer than a frame may be."""
         while True:
@@ -300,15 +337,23 @@ async def _discard(connection: ServerConnection) -> None:
 
 
 def _speaks_for_itself(session: Session, event: e.Event) -> bool:
+    """What operators ask for, no agent may report."""
+    if isinstance(event, e.DrainAsked | e.ResizeAsked):
+        return False
     return event.node_id == session.node_id and event.incarnation == session.incarnation
 
 
 def _is_introduction(letter: Letter | None) -> bool:
-    return letter is not None and letter[1] is not None and isinstance(letter[1].event, e.Hello)
+    return letter is not None and isinstance(letter[1], Report) and isinstance(letter[1].event, e.Hello)
 
 
-def _link_broke(session: Session) -> e.LinkBroke:
-    return e.LinkBroke(node_id=session.node_id, incarnation=session.incarnation)
+def _event(letter: Letter) -> e.Event:
+    session, message = letter
+    match message:
+        case Report(event=event) | Ask(request=event):
+            return event
+        case None:
+            return e.LinkBroke(node_id=session.node_id, incarnation=session.incarnation)
 
 
 def _log_stranger(peer: str, why: str) -> None:

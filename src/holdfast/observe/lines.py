@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -87,8 +88,10 @@ class Reader:
             first = self._next_view == 0
             self._next_view = newest if first else self._next_view
             for view in range(self._next_view, newest + 1) if newest else ():
+                if not first and not self._outputs.is_known(view):
+                    break
                 yield from self._begin(view, first)
-            self._next_view = newest + 1 if newest else 0
+                self._next_view = view + 1
         elif self._next_view == self._choice.view and newest:
             yield from self._begin(self._next_view, first=True)
             self._next_view += 1
@@ -106,11 +109,19 @@ class Reader:
         self._unseen += outputs
         lines_max = self._choice.lines_max if first else None  # of a later view, all is news
         self._open[view] = [
-            _Followed(output, stream, Tail(output.directory / f"{stream}.log", lines_max), len(outputs) == 1)
+            _Followed(output, stream, self._tail(output.directory / f"{stream}.log", lines_max), len(outputs) == 1)
             for output in outputs
             if output.directory
             for stream in self._choice.streams
         ]
+
+    def _tail(self, path: Path, lines_max: int | None) -> Tail:
+        """Where the file of a worker that lives on was read to in the view before; else from its beginning."""
+        for followed in self._open.values():
+            for number, one in enumerate(followed):
+                if one.tail.path == path:
+                    return followed.pop(number).tail
+        return Tail(path, lines_max)
 
     def _absences(self) -> Iterator[Note]:
         unseen = [o for o in self._unseen if o.directory is None or not o.directory.is_dir()]

@@ -2,6 +2,7 @@
 
     <log_dir of the node>/attempt_<view - 1>/<local rank>/{stdout.log,stderr.log}
 
+A worker that lives on into a later view stays with the directory it began with: then its node says which (NodeStarted).
 A node's directory is unique to one life of it, so a directory that is here is the right one, also on a shared file
 system; what is not here is named with its node.
 """
@@ -37,7 +38,7 @@ class Outputs:
     def __init__(self) -> None:
         self._views: dict[int, View] = {}
         self._nodes: dict[str, NodeInfo] = {}
-        self._started: dict[int, set[str]] = {}
+        self._started: dict[int, dict[str, tuple[str, ...]]] = {}
         self.finished = False
 
     def take(self, entries: Iterable[Entry]) -> None:
@@ -48,8 +49,8 @@ class Outputs:
                     self._nodes[incarnation] = info
                 case r.ViewFormed(view=view):
                     self._views[view.number] = view
-                case r.NodeStarted(node_id=node_id, view=number):
-                    self._started.setdefault(number, set()).add(node_id)
+                case r.NodeStarted(node_id=node_id, view=number, logs=logs):
+                    self._started.setdefault(number, {})[node_id] = logs
                 case r.JobFinished():
                     self.finished = True
 
@@ -64,11 +65,19 @@ class Outputs:
         return is_over or output.node_id in self._started.get(output.view, ())
 
     def is_over(self, view: int) -> bool:
-        """Whether no worker of the view writes any more: on each node, the next one's start when those are gone."""
+        """Whether no worker of the view writes any more, but for those that live on: on each node, the next one's start
+        when those are gone."""
         newest = self._views.get(self.newest)
         if newest is None or newest.number <= view:
             return False
-        return {m.node_id for m in newest.members} <= self._started.get(newest.number, set())
+        return self._has_started(newest)
+
+    def is_known(self, view: int) -> bool:
+        """Whether it is known where the view's workers write: of those that live on, once their nodes have said so."""
+        return not self._views[view].kept or self._has_started(self._views[view]) or self.newest > view or self.finished
+
+    def _has_started(self, view: View) -> bool:
+        return {m.node_id for m in view.members} <= self._started.get(view.number, {}).keys()
 
     def of(self, view_number: int, rank: int | None) -> list[Output]:
         """The outputs of a view by rank, or of one rank of it."""
@@ -84,7 +93,9 @@ class Outputs:
     def _output(self, view: View, member: Member, local_rank: int) -> Output:
         info = self._nodes[member.incarnation]
         kept = info.log_dir not in ("", os.devnull)
-        directory = Path(info.log_dir) / f"attempt_{view.number - 1}" / str(local_rank)
+        logs = self._started.get(view.number, {}).get(member.node_id, ())
+        own = logs[local_rank] if local_rank < len(logs) else f"attempt_{view.number - 1}/{local_rank}"
+        directory = Path(info.log_dir) / own
         return Output(
             view=view.number,
             rank=member.first_rank + local_rank,

@@ -13,6 +13,7 @@ import msgspec
 
 from holdfast.core import records as r
 from holdfast.core.faults import Failure, describe
+from holdfast.core.leases import StreamState, Trouble
 from holdfast.core.sentences import phase_durations, receipt
 from holdfast.core.state import Finished, Gathering, Incident, Job, Serving
 from holdfast.core.transact import replay
@@ -20,6 +21,7 @@ from holdfast.journal import Entry
 from holdfast.observe.nodes import NodeSummary, summarise_nodes
 
 INCIDENTS_SHOWN_MAX = 10
+QUARANTINED_SHOWN_MAX = 100
 
 
 class OpenIncident(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +63,19 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     log_file: str
 
 
+class StreamSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """Streamed shards, by the name under which they are tracked."""
+
+    name: str
+    epoch: int
+    """The highest of which a shard was leased."""
+    leases: int
+    failures: int
+    quarantined_total: int
+    quarantined: tuple[Trouble, ...]
+    """The last ones, the newest last."""
+
+
 class Ending(msgspec.Struct, frozen=True, kw_only=True):
     """How the job ended."""
 
@@ -97,6 +112,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     ending: Ending | None
     master_seen: bool
     """Whether a master was seen alive: it answered, or it holds the journal on this machine."""
+    streams: tuple[StreamSummary, ...] = ()
 
 
 def summarise(entries: Sequence[Entry], now: float, *, master_seen: bool) -> Summary:
@@ -126,6 +142,18 @@ def summarise(entries: Sequence[Entry], now: float, *, master_seen: bool) -> Sum
         incidents_total=job.incidents_opened,
         ending=_ending(finished) if finished else None,
         master_seen=master_seen,
+        streams=tuple(_stream(name, state) for name, state in job.streams.by_name.items()),
+    )
+
+
+def _stream(name: str, state: StreamState) -> StreamSummary:
+    return StreamSummary(
+        name=name,
+        epoch=state.epoch,
+        leases=state.leases,
+        failures=state.failures,
+        quarantined_total=len(state.quarantined),
+        quarantined=tuple(state.quarantined.values())[-QUARANTINED_SHOWN_MAX:],
     )
 
 

@@ -1,4 +1,4 @@
-"""Frames between processes of one machine: the agent, its fork server and its store keeper.
+"""Frames between processes of one machine: the agent, its fork server, its store keeper and its workers.
 
 A frame is a header (length of the body, number of file descriptors) and a body (one tagged struct as msgpack).
 The descriptors travel beside the bytes (SCM_RIGHTS). On a unix stream they arrive no later than the first byte of
@@ -21,6 +21,7 @@ from typing import Generic, Literal, TypeVar
 import msgspec
 
 from holdfast.errors import WireError
+from holdfast.wire.session import FromWorker, ToWorker
 
 # An environment and its arguments cannot exceed 2 MiB where the kernel's own limit is the usual one.
 FRAME_BYTES_MAX = 4 * 2**20
@@ -115,9 +116,14 @@ ServerRequest = StartPython | StartExec | KeepStores
 Report = Started | NotStarted
 KeeperRequest = OpenStore | CloseStore
 KeeperReply = StoreOpened | StoreFailed | StoreClosed
-Message = ServerRequest | Ready | Report | KeeperRequest | KeeperReply
+Message = ServerRequest | Ready | Report | KeeperRequest | KeeperReply | FromWorker | ToWorker
 
 MessageT = TypeVar("MessageT")
+
+
+def socket_address(name: str) -> str:
+    """Where to bind or connect: a name that begins with @ is the kernel's own, no file."""
+    return f"\0{name[1:]}" if name.startswith("@") else name
 
 
 def encode(message: Message, descriptor_count: int = 0) -> bytes:

@@ -1,16 +1,17 @@
-"""What agents, watchers and the master say to one another, beyond the core's own events and orders.
+"""What agents, watchers, operators and the master say to one another, beyond the core's own events and orders.
 
 Reports are delivered at least once: an agent keeps each until it is acknowledged, which the master does only
 after its journal has what followed from it. Events are idempotent, so a repeat changes nothing.
 Commands carry the master's term: an agent obeys no term lower than the highest it has seen, and a master that
 hears of a higher one than its own knows that it is out of date.
+An operator's question is answered once the journal has what followed from it; asked twice, it changes nothing more.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from holdfast.core.events import Event
+from holdfast.core.events import DrainAsked, Event, ResizeAsked
 from holdfast.core.orders import Order
 
 
@@ -38,6 +39,15 @@ class Watch(msgspec.Struct, frozen=True, tag="watch"):
     after_seq: int
 
 
+class Ask(msgspec.Struct, frozen=True, tag="ask"):
+    """Operator to master, on a connection like a watcher's: do this."""
+
+    request: DrainAsked | ResizeAsked
+    job_id: str = ""
+    """The job that is meant; empty: whichever this master has. An address that was written down may by now be another
+    job's."""
+
+
 class Acknowledge(msgspec.Struct, frozen=True, tag="acknowledge"):
     """Master to agent: reports up to this number are dealt with; or an echo of a heartbeat."""
 
@@ -58,5 +68,14 @@ class Page(msgspec.Struct, frozen=True, tag="page"):
     records: tuple[str, ...]
 
 
-ToMaster = Report | Heartbeat | Farewell | Watch
-FromMaster = Acknowledge | Command | Page
+class Answer(msgspec.Struct, frozen=True, tag="answer"):
+    """Master to operator: what became of the request, in a sentence."""
+
+    accepted: bool
+    text: str
+    seq: int = 0
+    """The journal's last record when it was given."""
+
+
+ToMaster = Report | Heartbeat | Farewell | Watch | Ask
+FromMaster = Acknowledge | Command | Page | Answer

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from holdfast.wire.local import Mode, Ready
+from holdfast.worker.host_names import stop_looking_up
 
 TORCH_MODULES = (
     "torch.distributed",
@@ -62,6 +63,7 @@ def warm_up_torch(problems: list[str]) -> bool:
             problems.append(f"{name} cannot be imported ({reason}): workers that need it import it themselves")
     try:
         take_one_step()
+        stop_looking_up()
     except Exception as error:  # a warm-up must not be the reason why nothing starts
         traceback.print_exc()
         problems.append(f"the warm-up step failed ({error}): a worker's first step takes longer")

@@ -1,0 +1,90 @@
+"""A sum whose rounding does not depend on who adds: the fixed binary tree over a step's slots.
+
+Adding floating-point numbers in another order gives other bits. So the order is laid down: the slots are the leaves of
+one binary tree, and two subtrees are added, left plus right, when they are neighbours in it.
+
+                    (3, 0)
+            (2, 0)          (2, 1)              node (level, place) covers the slots
+        (1, 0)  (1, 1)  (1, 2)                  place · 2^level  up to  (place + 1) · 2^level
+        0   1   2   3   4   5                   of those there are: here 6, so that (2, 1) is (1, 2) alone
+
+Whoever has a contiguous run of slots can add up the subtrees that lie inside it, and no more. The largest of them, at
+most 2 · log2(slots), are what a rank has to give away; from all ranks' together, in order, the rest of the tree can be
+added. Every addition is one that a single rank with all slots would have made, so the bits are the same.
+
+A slot without samples is no number to add: its neighbour is the sum of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, NamedTuple, TypeVar
+
+Value = TypeVar("Value")
+
+
+class Node(NamedTuple):
+    """A subtree. One without a neighbour to its right, for want of slots, is its own parent, and goes by that name."""
+
+    level: int
+    place: int
+
+    def slots(self, slots_total: int) -> range:
+        """Those it covers."""
+        return range(self.place << self.level, min((self.place + 1) << self.level, slots_total))
+
+
+def root(slots_total: int) -> Node:
+    """The whole tree."""
+    return Node((slots_total - 1).bit_length(), 0)
+
+
+def largest_nodes(slots: range, slots_total: int) -> list[Node]:
+    """The subtrees that a contiguous run of slots covers and that are in no larger such one, from left to right."""
+    start, stop = slots.start, slots.stop
+    if stop == slots_total:
+        stop = 1 << root(slots_total).level  # there is nobody to the right
+    found = []
+    while start < min(stop, slots_total):
+        level = min(_alignment(start, slots_total), (stop - start).bit_length() - 1)
+        found.append(Node(level, start >> level))
+        start += 1 << level
+    return found
+
+
+def _alignment(slot: int, slots_total: int) -> int:
+    """The level of the largest subtree that begins with this slot."""
+    return (slot & -slot).bit_length() - 1 if slot else root(slots_total).level
+
+
+class TreeSum(Generic[Value]):
+    """Takes subtrees from left to right, and adds what can be added. It holds a sum for each level at most, on either
+    side of the way up."""
+
+    def __init__(self, slots_total: int, add: Callable[[Value, Value], Value]) -> None:
+        """`add` may reuse its left argument."""
+        self._slots_total, self._add = slots_total, add
+        self._root = root(slots_total)
+        self._sums: list[tuple[Node, Value | None]] = []
+
+    def push(self, node: Node, value: Value | None) -> None:
+        """The next subtree; None, if none of its slots has samples."""
+        while node != self._root:
+            level, place = node
+            if place % 2 and self._sums and self._sums[-1][0] == (level, place - 1):
+                _, left = self._sums.pop()
+                value = left if value is None else value if left is None else self._add(left, value)
+            elif place % 2 or (place + 1) << level < self._slots_total:
+                break  # its neighbour is somebody else's, or is still to come
+            node = Node(level + 1, place // 2)
+        self._sums.append((node, value))
+
+    def sums(self) -> list[tuple[Node, Value]]:
+        """What there is by now, without what is nothing: the largest subtrees, from left to right."""
+        return [(node, value) for node, value in self._sums if value is not None]
+
+    def total(self) -> Value:
+        """Once all slots are there."""
+        ((node, value),) = self.sums()
+        assert node == self._root, "slots are missing"
+        return value

@@ -1,0 +1,258 @@
+"""The user's word in a failover: `--dynamic-failover-extension module::Class`.
+
+    class Mine(holdfast.DynamicFailoverExtension):
+        def get_user_failover_strategy(self, failure_info):
+            if "NCCL WARN" in failure_info.traceback:
+                return holdfast.FailoverStrategy.NODE_FAILOVER
+            return holdfast.FailoverStrategy.NORMAL_FAILOVER
+
+A `DynamicFailoverExtension` is asked by the job's master about every failure of a worker, before anything is decided
+about it; a `DynamicAgentFailoverExtension` by each node's agent, about the failures of its own workers.
+
+The rule: an extension may steer a recovery and never hold it up or break it. It runs in a thread of its own, one call
+at a time and in the order of the failures, and has TIME_LIMIT_S to answer. Whatever else it does (raises, answers with
+something that is no strategy, does not come back) is logged, and means NORMAL_FAILOVER. One that did not come back is
+not asked again until it has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from traceback import format_exception_only
+from typing import TypeVar
+
+import msgspec
+import structlog
+
+from holdfast.core.faults import Failure, describe
+from holdfast.core.ladder import FailoverStrategy
+from holdfast.errors import UsageError
+
+__all__ = [
+    "DynamicAgentFailoverExtension",
+    "DynamicFailoverExtension",
+    "Extension",
+    "FailoverStrategy",
+    "FailureInfo",
+    "ask",
+    "load",
+]
+
+TIME_LIMIT_S = 3.0
+"""Everybody else waits for the answer: long enough to ask a monitoring system, short beside a restart from storage."""
+HISTORY_MAX = 64
+"""Earlier failures that an extension is told, the newest ones."""
+REASON_CHARS_MAX = 500
+
+log = structlog.get_logger("failover")
+_T = TypeVar("_T")
+
+
+class FailureInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What an extension is told."""
+
+    failure: Failure
+    """Which worker failed and how: its typed end, exception, message, the tail of its log, and where its files are."""
+    restart_count: int = 0
+    """Restarts of the job's workers so far."""
+    history: tuple[Failure, ...] = ()
+    """Earlier failures that are known where the extension runs (master: the job's; agent: its node's), the oldest
+    first."""
+
+    @property
+    def rank(self) -> int:
+        return self.failure.rank
+
+    @property
+    def local_rank(self) -> int:
+        return self.failure.local_rank
+
+    @property
+    def node_id(self) -> str:
+        return self.failure.node_id
+
+    @property
+    def view(self) -> int:
+        """The assignment of ranks in which it happened; each restart and each change of membership makes a new one."""
+        return self.failure.view
+
+    @property
+    def exit_code(self) -> int:
+        """Negative for a signal."""
+        return self.failure.exit_code
+
+    @property
+    def traceback(self) -> str:
+        """Empty if the process left none."""
+        return self.failure.traceback
+
+    @property
+    def node_history(self) -> tuple[Failure, ...]:
+        """Those of the history that happened on the same node."""
+        return tuple(earlier for earlier in self.history if earlier.node_id == self.node_id)
+
+
+class DynamicFailoverExtension:
+    """Asked by the job's master, about every worker of the job. Subclass it and name the class."""
+
+    def get_user_failover_strategy(self, failure_info: FailureInfo) -> FailoverStrategy:
+        """What to do about this failure."""
+        return FailoverStrategy.NORMAL_FAILOVER
+
+
+class DynamicAgentFailoverExtension:
+    """Asked by each node's agent, about the workers of that node. Subclass it and name the class."""
+
+    def get_user_failover_strategy(self, failure_info: FailureInfo) -> FailoverStrategy:
+        """What to do about this failure."""
+        return FailoverStrategy.NORMAL_FAILOVER
+
+
+Extension = DynamicFailoverExtension | DynamicAgentFailoverExtension
+BASES = (DynamicFailoverExtension, DynamicAgentFailoverExtension)
+
+
+# --- loading
+
+
+def load(name: str) -> Extension:
+    """An object of the class that `module::Class` names. UsageError with a sentence if there is none to be had."""
+    module_name, separator, class_name = name.partition("::")
+    words = [*module_name.split("."), class_name]
+    if not separator or not all(word.isidentifier() for word in words):
+        raise UsageError(f"--dynamic-failover-extension {name}: give module::Class, as in my_package.failover::Mine")
+    found = _find(name, module_name, class_name)
+    if not isinstance(found, type) or not issubclass(found, BASES):
+        raise UsageError(
+            f"--dynamic-failover-extension {name}: {class_name} is not a class derived from"
+            " holdfast.DynamicFailoverExtension or holdfast.DynamicAgentFailoverExtension"
+        )
+    make: Callable[[], Extension] = found
+    return _guarded(f"--dynamic-failover-extension {name}: making a {class_name} failed", make)
+
+
+def _find(name: str, module_name: str, class_name: str) -> object:
+    with _working_directory_first():
+        module = _guarded(
+            f"--dynamic-failover-extension {name}: the module cannot be imported, from the working directory or"
+            " elsewhere on sys.path",
+            lambda: importlib.import_module(module_name),
+        )
+    if not hasattr(module, class_name):
+        raise UsageError(f"--dynamic-failover-extension {name}: {module_name} has no {class_name}")
+    return getattr(module, class_name)
+
+
+@contextlib.contextmanager
+def _working_directory_first() -> Iterator[None]:
+    """Afterwards it is searched last: for what the extension imports later, and in nobody else's way."""
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)
+        if here not in sys.path:
+            sys.path.append(here)
+
+
+def _guarded(what: str, work: Callable[[], _T]) -> _T:
+    try:
+        return work()
+    except (Exception, SystemExit) as error:  # it is the user's code, which may raise anything
+        raise UsageError(f"{what} ({_reason(error)})") from error
+
+
+# --- asking
+
+_one_at_a_time = threading.Lock()
+_stuck: list[threading.Thread] = []
+"""Calls that did not come back in time."""
+
+
+class _Call:
+    """One question, asked in a thread; `answer` gets what came of it, an exception included."""
+
+    def __init__(self, extension: Extension, info: FailureInfo) -> None:
+        self._extension, self._info = extension, info
+        self._loop = asyncio.get_running_loop()
+        self.answer: asyncio.Future[object] = self._loop.create_future()
+        self.abandoned = False
+        # A daemon: one that never comes back does not keep the process from ending.
+        self.thread = threading.Thread(target=self._run, name="failover extension", daemon=True)
+
+    def _run(self) -> None:
+        with _one_at_a_time:
+            if self.abandoned:
+                return
+            try:
+                found: object = self._extension.get_user_failover_strategy(self._info)
+            except BaseException as error:  # it is the user's code, which may raise anything
+                found = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(self._settle, found)
+
+    def _settle(self, found: object) -> None:
+        if not self.answer.done():
+            self.answer.set_result(found)
+
+
+async def ask(
+    extension: Extension,
+    failure: Failure,
+    history: Sequence[Failure] = (),
+    *,
+    restart_count: int = 0,
+    limit_s: float | None = None,
+) -> FailoverStrategy:
+    """What the extension says about the failure. Takes `limit_s` at most, TIME_LIMIT_S if not given; never raises."""
+    limit_s = TIME_LIMIT_S if limit_s is None else limit_s
+    _stuck[:] = [thread for thread in _stuck if thread.is_alive()]
+    if _stuck:
+        return _normal(extension, failure, "it has not come back from an earlier call, and is not asked before")
+    info = FailureInfo(failure=failure, restart_count=restart_count, history=tuple(history)[-HISTORY_MAX:])
+    call = _Call(extension, info)
+    try:
+        call.thread.start()
+    except RuntimeError as error:
+        return _normal(extension, failure, f"no thread could be started for it: {error}")
+    try:
+        async with asyncio.timeout(limit_s):
+            found = await call.answer
+    except TimeoutError:
+        _stuck.append(call.thread)
+        return _normal(extension, failure, f"it did not answer in {limit_s:.1f} s")
+    finally:
+        call.abandoned = True
+    return _judged(extension, failure, found)
+
+
+def _judged(extension: Extension, failure: Failure, found: object) -> FailoverStrategy:
+    if isinstance(found, BaseException):
+        return _normal(extension, failure, f"it raised {_reason(found)}")
+    if not isinstance(found, FailoverStrategy):
+        return _normal(extension, failure, f"it answered with a {type(found).__name__}, not a FailoverStrategy")
+    if found is not FailoverStrategy.NORMAL_FAILOVER:
+        log.info(f"{_name(extension)} asks for {found.name}: {describe(failure)}")
+    return found
+
+
+def _normal(extension: Extension, failure: Failure, why: str) -> FailoverStrategy:
+    log.error(f"{_name(extension)} has no say in what follows: {why} ({describe(failure)})")
+    return FailoverStrategy.NORMAL_FAILOVER
+
+
+def _name(extension: Extension) -> str:
+    return f"the failover extension {type(extension).__name__}"
+
+
+def _reason(error: BaseException) -> str:
+    """In one line; also of an exception that cannot even say what it is."""
+    text = " ".join(format_exception_only(error)[-1].split())
+    return text if len(text) <= REASON_CHARS_MAX else f"{text[:REASON_CHARS_MAX]}..."

@@ -1,0 +1,109 @@
+"""A module's state, out of it and back into it, in place.
+
+The names are those of the model itself: what only wraps it (DistributedDataParallel, torch.compile) is looked through,
+so that a state fits whether the model is wrapped or not. Buffers that the module leaves out of its state_dict() are
+kept beside it (`transient`): a counter among them decides bits too.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn import Module
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from holdfast.errors import StateError
+from holdfast.state.copies import cloned, copy_into, misfit
+from holdfast.state.sharded import local_of
+
+NAMES_SHOWN_MAX = 5
+EXTRA = "_extra_state"
+
+
+def unwrapped(module: Module) -> Module:
+    """The model inside of what wraps it."""
+    while True:
+        if isinstance(module, DistributedDataParallel | DataParallel):
+            module = module.module
+        elif isinstance(inner := getattr(module, "_orig_mod", None), Module):
+            module = inner
+        else:
+            return module
+
+
+def module_state(module: Module) -> dict[str, Any]:
+    """Parameters, buffers and extra state by name; the tensors are the live ones."""
+    return dict(unwrapped(module).state_dict())
+
+
+def buffer_slots(module: Module) -> Iterator[tuple[str, Module, str]]:
+    """All buffers of a module that there are: full name, owner, name in the owner."""
+    for prefix, owner in unwrapped(module).named_modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                yield f"{prefix}.{name}" if prefix else name, owner, name
+
+
+def transient_state(module: Module) -> dict[str, torch.Tensor]:
+    """The buffers that state_dict() leaves out."""
+    return {
+        full: owner._buffers[name].detach()  # type: ignore[union-attr]
+        for full, owner, name in buffer_slots(module)
+        if name in owner._non_persistent_buffers_set
+    }
+
+
+def load_module(module: Module, saved: dict[str, Any], path: str) -> None:
+    """Put a state into the live module. Its tensors stay the objects they are."""
+    model = unwrapped(module)
+    live = model.state_dict()
+    _check_names(set(live), set(saved), path)
+    if not _is_live(model, live):
+        model.load_state_dict(_with_metadata(saved, live))  # hooks make other tensors of it: only it knows how
+        return
+    for name, value in live.items():
+        if isinstance(value, torch.Tensor) and not name.endswith(EXTRA):
+            copy_into(value, saved[name], f"{path}.{name}")
+        else:
+            owner = name.removesuffix(EXTRA).removesuffix(".")
+            model.get_submodule(owner).set_extra_state(cloned(saved[name]))
+
+
+def load_transient(module: Module, saved: dict[str, Any]) -> None:
+    """Put the buffers back that state_dict() leaves out. One that grew meanwhile (a cache) is replaced."""
+    slots = {full: (owner, name) for full, owner, name in buffer_slots(module)}
+    for full, value in saved.items():
+        if full not in slots:
+            continue  # made lazily by a forward: it will be made again
+        owner, name = slots[full]
+        buffer = owner._buffers[name]
+        if buffer is not None and misfit(buffer, value) is None:
+            copy_into(buffer, value, full)
+        elif buffer is not None and isinstance(value, torch.Tensor):
+            owner._buffers[name] = value.clone().to(buffer.device)
+
+
+def _check_names(live: set[str], saved: set[str], path: str) -> None:
+    for names, text in ((live - saved, "has no saved value for"), (saved - live, "does not have")):
+        if names:
+            some = ", ".join(sorted(names)[:NAMES_SHOWN_MAX]) + (" …" if len(names) > NAMES_SHOWN_MAX else "")
+            raise StateError(f"{path} {text} {some}: the model is not the one that was saved")
+
+
+def _is_live(model: Module, state: dict[str, Any]) -> bool:
+    """Whether the tensors of its state_dict() are the module's own memory, not made by hooks."""
+    own = {local_of(tensor).data_ptr() for tensor in (*model.parameters(), *model.buffers())} | {0}
+    return all(
+        local_of(value).data_ptr() in own
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and not name.endswith(EXTRA)
+    )
+
+
+def _with_metadata(saved: dict[str, Any], live: dict[str, Any]) -> dict[str, Any]:
+    state = OrderedDict((name, cloned(value)) for name, value in saved.items())
+    state._metadata = getattr(live, "_metadata", None)  # type: ignore[attr-defined]
+    return state

@@ -1,0 +1,195 @@
+"""A copy of a state in one arena: all tensors one after another in one run of bytes, and the skeleton beside it.
+
+An arena is sent in one piece, written in one piece and read by views: there is nothing to serialise. Each tensor begins
+at a multiple of 64 bytes. Where it lies follows from the dtypes and shapes alone, so the arena is reused while those
+stay the same, whatever numbers the skeleton holds.
+
+A snapshot says of itself what it is worth: EMPTY → WRITING → SEALED(step). One whose writing broke off stays WRITING
+and is never restored from. A `Pair` writes into the older of two, so that one of them is always whole.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from holdfast.errors import StateError
+from holdfast.state.tracked import Tracked
+from holdfast.state.tree import TENSORS_BYTES_MAX, Flat, specs
+
+ALIGNMENT_BYTES = 64
+"""A cache line, and what the widest vector instructions want."""
+
+Shapes = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
+Allocate = Callable[[int], torch.Tensor]
+"""Bytes → a uint8 tensor of at least so many."""
+
+
+class Status(enum.Enum):
+    EMPTY = "empty"
+    WRITING = "writing"
+    SEALED = "sealed"
+
+
+class Plan:
+    """Where each tensor lies in an arena: a function of dtypes and shapes."""
+
+    def __init__(self, shapes: Shapes) -> None:
+        self.shapes = shapes
+        self.offsets: list[int] = []
+        end = 0
+        for dtype, shape in shapes:
+            start = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            self.offsets.append(start)
+            end = start + math.prod(shape) * dtype.itemsize
+        self.size_bytes = end
+
+    def views(self, arena: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors of an arena, as views of it."""
+        if arena.dtype != torch.uint8 or arena.dim() != 1 or arena.numel() < self.size_bytes:
+            raise StateError(f"the arena has {arena.numel()} {arena.dtype}, {self.size_bytes} bytes are needed")
+        return [
+            arena[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            if math.prod(shape)
+            else torch.empty(shape, dtype=dtype)
+            for start, (dtype, shape) in zip(self.offsets, self.shapes, strict=True)
+        ]
+
+
+def plan_of(skeleton: bytes, bytes_max: int = TENSORS_BYTES_MAX) -> Plan:
+    """The plan of a skeleton that came from elsewhere."""
+    plan = Plan(tuple((spec.dtype, spec.shape) for spec in specs(skeleton)))
+    if plan.size_bytes > bytes_max:
+        raise StateError(f"the skeleton asks for {plan.size_bytes} bytes, more than the {bytes_max} allowed")
+    return plan
+
+
+def from_arena(skeleton: bytes, arena: torch.Tensor) -> Flat:
+    """The state in an arena, as views of it."""
+    return Flat(skeleton, plan_of(skeleton).views(arena))
+
+
+class Snapshot:
+    """One copy of a state, and the step it is of."""
+
+    def __init__(self, flat: Flat | None = None, allocate: Allocate | None = None) -> None:
+        """Given a state, memory for it is allocated now, not at the first `take`."""
+        self.status = Status.EMPTY
+        self.step = -1
+        self.skeleton = b""
+        self._allocate = allocate
+        self._plan = Plan(())
+        self._arena = torch.empty(0, dtype=torch.uint8)
+        self._views: list[torch.Tensor] = []
+        if flat is not None:
+            self._fit(_shapes(flat.tensors), is_pinned=_has_device(flat.tensors))
+
+    @property
+    def is_whole(self) -> bool:
+        return self.status is Status.SEALED
+
+    @property
+    def size_bytes(self) -> int:
+        return self._plan.size_bytes
+
+    def take(self, flat: Flat, step: int) -> None:
+        """Copy a state. Until it returns, the snapshot is worth nothing."""
+        self.status = Status.WRITING
+        has_device = _has_device(flat.tensors)
+        self._fit(_shapes(flat.tensors), has_device)
+        if self._views:
+            with torch.no_grad():
+                torch._foreach_copy_(self._views, flat.tensors, non_blocking=has_device)
+        if has_device:
+            torch.accelerator.synchronize()
+        self.skeleton, self.step = flat.skeleton, step
+        self.status = Status.SEALED
+
+    def receive(self, skeleton: bytes, step: int, bytes_max: int = TENSORS_BYTES_MAX) -> list[torch.Tensor]:
+        """Make room for a snapshot from elsewhere: receive into these parts, then `seal`."""
+        plan = plan_of(skeleton, bytes_max)
+        self.status = Status.WRITING
+        self._fit(plan.shapes, is_pinned=False)
+        self.skeleton, self.step = skeleton, step
+        return self._parts()
+
+    def seal(self) -> None:
+        """Say that everything was received."""
+        if self.status is not Status.WRITING:
+            raise AssertionError("nothing was being received")
+        self.status = Status.SEALED
+
+    def parts(self) -> list[torch.Tensor]:
+        """The bytes to send or write, as few large pieces."""
+        self._check_whole()
+        return self._parts()
+
+    def flat(self) -> Flat:
+        """The state, as views of the arena: valid until the next `take`."""
+        self._check_whole()
+        return Flat(self.skeleton, self._views)
+
+    def restore_into(self, tracked: Tracked) -> int:
+        """Make the objects what they were at the snapshot's step, which is returned."""
+        tracked.load(self.flat())
+        return self.step
+
+    def _parts(self) -> list[torch.Tensor]:
+        return [self._arena[: self._plan.size_bytes]] if self._plan.size_bytes else []
+
+    def _check_whole(self) -> None:
+        if not self.is_whole:
+            raise StateError(f"the snapshot is {self.status.value}, not whole: nothing can be restored from it")
+
+    def _fit(self, shapes: Shapes, is_pinned: bool) -> None:
+        if shapes == self._plan.shapes and is_pinned <= self._arena.is_pinned():
+            return
+        self._plan, self._views = Plan(shapes), []
+        if self._plan.size_bytes > self._arena.numel() or is_pinned > self._arena.is_pinned():
+            self._arena = torch.empty(0, dtype=torch.uint8)  # the old one goes before the new one comes
+            self._arena = self._make(self._plan.size_bytes, is_pinned)
+        self._views = self._plan.views(self._arena)
+
+    def _make(self, size_bytes: int, is_pinned: bool) -> torch.Tensor:
+        if self._allocate is not None:
+            return self._allocate(size_bytes)
+        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+
+
+class Pair:
+    """Two snapshots, of which one is always whole once the first was taken."""
+
+    def __init__(self, flat: Flat | None = None, allocate: Allocate | None = None) -> None:
+        self._two = (Snapshot(flat, allocate), Snapshot(flat, allocate))
+
+    def take(self, flat: Flat, step: int) -> Snapshot:
+        """Copy a state over the older one."""
+        target = self.older()
+        target.take(flat, step)
+        return target
+
+    def older(self) -> Snapshot:
+        """The one to write into: not whole, else of the lower step."""
+        return min(self._two, key=lambda snapshot: (snapshot.is_whole, snapshot.step))
+
+    def newest(self) -> Snapshot | None:
+        """The whole one of the highest step."""
+        return max(self._whole(), key=lambda snapshot: snapshot.step, default=None)
+
+    def at(self, step: int) -> Snapshot | None:
+        """The whole one of this step."""
+        return next((snapshot for snapshot in self._whole() if snapshot.step == step), None)
+
+    def _whole(self) -> Iterable[Snapshot]:
+        return [snapshot for snapshot in self._two if snapshot.is_whole]
+
+
+def _shapes(tensors: Sequence[torch.Tensor]) -> Shapes:
+    return tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors)
+
+
+def _has_device(tensors: Sequence[torch.Tensor]) -> bool:
+    return any(not tensor.is_cpu for tensor in tensors)

@@ -1,0 +1,118 @@
+"""Any state, in two parts: a skeleton without tensors, and the tensors in order.
+
+    flatten(value)                  → Flat(skeleton, tensors)      references to the live tensors, nothing is copied
+    unflatten(skeleton, tensors)    → value                        with exactly these tensors in it
+    specs(skeleton)                 → what each tensor is: path, dtype, shape, layout; enough to allocate them
+    empty_like_skeleton(skeleton)   → tensors to receive into
+
+The skeleton is msgpack and may come from a stranger: nothing in it is executed; its depth, size and the bytes it asks
+for are bounded. Plain values stand for themselves; everything else is an array that begins with a tag:
+
+    l …items          list              T dtype shape                    tensor, the next of the list
+    t …items          tuple             D dtype shape layout             DTensor: its local tensor
+    z …sizes          torch.Size        N dtype shape                    NumPy array: its bytes
+    d k v k v …       dict              A index                          the same memory as an earlier tensor
+    c k v k v …       Counter           n dtype bytes                    NumPy scalar
+    i digits          int over 64 bits  y name / v name                  torch.dtype / torch.device
+    j real imaginary  complex
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from holdfast.errors import StateError
+from holdfast.state.leaves import (
+    DTYPES,
+    SKELETON_BYTES_MAX,
+    TENSORS_BYTES_MAX,
+    VERSION,
+    Flat,
+    Path,
+    Spec,
+    dotted,
+    leaf_value,
+)
+from holdfast.state.reader import Reader
+from holdfast.state.writer import Writer
+
+__all__ = [
+    "DTYPES",
+    "SKELETON_BYTES_MAX",
+    "TENSORS_BYTES_MAX",
+    "VERSION",
+    "Flat",
+    "Path",
+    "Spec",
+    "describe",
+    "dotted",
+    "empty_like_skeleton",
+    "flatten",
+    "leaf_value",
+    "sketch",
+    "specs",
+    "unflatten",
+]
+
+
+def flatten(value: Any) -> Flat:
+    """Take a state apart. Raises StateError naming the path of what cannot be kept."""
+    writer = Writer()
+    try:
+        skeleton = msgspec.msgpack.encode([VERSION, writer.node(value, ())])
+    except UnicodeEncodeError as error:
+        raise StateError(f"a word in the state is not valid Unicode: {error}") from None
+    if len(skeleton) > SKELETON_BYTES_MAX:
+        sizes = f"{len(skeleton)} bytes beside its tensors, more than {SKELETON_BYTES_MAX}"
+        raise StateError(f"the state has {sizes}: keep long lists as tensors")
+    return Flat(skeleton, writer.tensors)
+
+
+def unflatten(skeleton: bytes, tensors: Sequence[torch.Tensor]) -> Any:
+    """Put a state together. The tensors are used as they are; DTensors come back as Sharded."""
+    remaining = iter(tensors)
+
+    def next_leaf(spec: Spec) -> Any:
+        tensor = next(remaining, None)
+        if tensor is None:
+            raise StateError(f"{dotted(spec.path)}: the skeleton has more tensors than the {len(tensors)} given")
+        if tensor.dtype != spec.dtype or tuple(tensor.shape) != spec.shape:
+            is_, was = f"{tensor.dtype} {list(tensor.shape)}", f"{spec.dtype} {list(spec.shape)}"
+            raise StateError(f"{dotted(spec.path)} is {is_}, the skeleton says {was}")
+        return leaf_value(spec, tensor)
+
+    value = Reader(next_leaf).read(skeleton)
+    if next(remaining, None) is not None:
+        raise StateError(f"the skeleton has fewer tensors than the {len(tensors)} given")
+    return value
+
+
+def specs(skeleton: bytes) -> list[Spec]:
+    """What each tensor of a skeleton is, in order."""
+    found: list[Spec] = []
+    sketch(skeleton, lambda _, spec: found.append(spec))
+    return found
+
+
+def sketch(skeleton: bytes, leaf: Callable[[int, Spec], Any]) -> Any:
+    """The state without its tensors: `leaf` says what stands in the place of each, given its number."""
+    numbers = itertools.count()
+    return Reader(lambda spec: leaf(next(numbers), spec)).read(skeleton)
+
+
+def describe(flat: Flat) -> list[Spec]:
+    """What the tensors of a state are."""
+    return specs(flat.skeleton)
+
+
+def empty_like_skeleton(skeleton: bytes, bytes_max: int = TENSORS_BYTES_MAX) -> list[torch.Tensor]:
+    """Tensors in host memory, of the right dtypes and shapes, to receive a state into."""
+    wanted = specs(skeleton)
+    if (total := sum(spec.size_bytes for spec in wanted)) > bytes_max:
+        raise StateError(f"the skeleton asks for {total} bytes, more than the {bytes_max} allowed")
+    return [torch.empty(spec.shape, dtype=spec.dtype) for spec in wanted]

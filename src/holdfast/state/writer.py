@@ -1,0 +1,124 @@
+"""Value → node of a skeleton (tree.py has the table of nodes). What cannot be kept is named by its path."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, OrderedDict, defaultdict
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from holdfast.errors import StateError
+from holdfast.state.leaves import DEPTH_MAX, DIGITS_MAX, DTYPE_NAMES, NUMPY_DTYPE, NUMPY_SCALAR, Path, dotted
+from holdfast.state.sharded import Layout, Sharded, layout_of, local_of
+
+TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+class Writer:
+    """Value → node. Tensors that are the same memory are kept once."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._seen: dict[int, list[tuple[int, Layout | None]]] = {}
+
+    def node(self, value: Any, path: Path) -> Any:
+        """What stands for a value."""
+        kind = type(value)
+        if kind in (str, float, bool, bytes) or value is None:
+            return value
+        if kind is int:
+            return value if -(2**63) <= value < 2**64 else ["i", self._digits(value, path)]
+        if kind in TENSOR_TYPES:
+            return self._tensor(value, path)
+        if len(path) >= DEPTH_MAX:
+            raise StateError(f"{dotted(path[:8])}… is nested deeper than {DEPTH_MAX}: does it contain itself?")
+        if kind in (dict, OrderedDict, defaultdict, Counter):
+            return self._mapping(value, path)
+        if kind in (list, tuple, torch.Size):
+            tag = "l" if kind is list else "t" if kind is tuple else "z"
+            return [tag, *(self.node(item, (*path, index)) for index, item in enumerate(value))]
+        return self._rare(value, path)
+
+    def _mapping(self, value: dict[Any, Any], path: Path) -> list[Any]:
+        node: list[Any] = ["c" if type(value) is Counter else "d"]
+        for key, item in value.items():
+            if type(key) is not str and not (type(key) is int and -(2**63) <= key < 2**64):
+                raise StateError(f"{dotted(path)} has the key {key!r:.80}: keys must be words or 64-bit numbers")
+            node += (key, self.node(item, (*path, key)))
+        return node
+
+    def _digits(self, value: int, path: Path) -> str:
+        if value.bit_length() > DIGITS_MAX * 3:
+            raise StateError(f"{dotted(path)} is an integer of {value.bit_length()} bits: keep it as bytes")
+        return str(value)
+
+    def _tensor(self, tensor: torch.Tensor, path: Path) -> list[Any]:
+        held = self._plain(tensor, path)
+        if (alias := self._alias(held)) is not None:
+            return ["A", alias]
+        return ["T", DTYPE_NAMES[held.dtype], list(held.shape)]
+
+    def _plain(self, tensor: torch.Tensor, path: Path) -> torch.Tensor:
+        if tensor.dtype not in DTYPE_NAMES or tensor.layout is not torch.strided or tensor.is_meta:
+            kind = f"{tensor.device.type} tensor of {tensor.dtype}, {tensor.layout}"
+            raise StateError(f"{dotted(path)} is a {kind}: only dense tensors with values can be kept; convert it")
+        if tensor.is_conj() or tensor.is_neg():
+            tensor = tensor.resolve_conj().resolve_neg()
+        return tensor.detach() if tensor.requires_grad else tensor
+
+    def _alias(self, held: torch.Tensor, layout: Layout | None = None) -> int | None:
+        """The number of an earlier tensor that is the same memory; else notes this one."""
+        if address := held.data_ptr():
+            known = self._seen.setdefault(address, [])
+            for index, its_layout in known:
+                if its_layout == layout and _is_same(self.tensors[index], held):
+                    return index
+            known.append((len(self.tensors), layout))
+        self.tensors.append(held)
+        return None
+
+    def _sharded(self, local: torch.Tensor, layout: Layout, path: Path) -> list[Any]:
+        held = self._plain(local, path)
+        if (alias := self._alias(held, layout)) is not None:
+            return ["A", alias]
+        parts = (layout.shape, layout.placements, layout.mesh_names, layout.mesh_sizes, layout.coordinate)
+        return ["D", DTYPE_NAMES[held.dtype], list(held.shape), *parts]
+
+    def _rare(self, value: Any, path: Path) -> list[Any]:
+        if isinstance(value, DTensor):
+            try:
+                layout = layout_of(value)
+            except StateError as error:
+                raise StateError(f"{dotted(path)} {error}") from None
+            return self._sharded(local_of(value), layout, path)
+        match value:
+            case Sharded():
+                return self._sharded(value.local, value.layout, path)
+            case torch.dtype() if value in DTYPE_NAMES:
+                return ["y", DTYPE_NAMES[value]]
+            case torch.device():
+                return ["v", str(value)]
+            case complex() if type(value) is complex:
+                return ["j", value.real, value.imag]
+        return self._numpy(value, path)
+
+    def _numpy(self, value: Any, path: Path) -> list[Any]:
+        numpy = sys.modules.get("numpy")  # a value of NumPy's cannot be without it
+        if numpy and isinstance(value, numpy.generic) and NUMPY_SCALAR.match(value.dtype.str):
+            return ["n", value.dtype.str, value.tobytes()]
+        if numpy and type(value) is numpy.ndarray and NUMPY_DTYPE.match(value.dtype.str):
+            array = numpy.ascontiguousarray(value)
+            array = array if array.flags.writeable else array.copy()
+            self.tensors.append(torch.from_numpy(array.reshape(-1).view(numpy.uint8)))
+            return ["N", value.dtype.str, list(value.shape)]
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        advice = "give numbers, words, tensors, or dicts, lists and tuples of them, in its state_dict()"
+        raise StateError(f"{dotted(path)} is a {kind}, which cannot be kept: {advice}")
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors that begin at the same address are the same memory, read in the same way."""
+    kind = (one.dtype, one.shape, one.stride(), one.device)
+    return kind == (other.dtype, other.shape, other.stride(), other.device) and one.numel() > 0

@@ -1,0 +1,172 @@
+"""What a worker and its agent say to one another, in frames (wire/local.py) on the agent's unix socket.
+
+The worker speaks from a thread of its own, so that it hears a new view while its main thread hangs in a collective.
+
+    worker → agent     Enrol, Ready, Joined, Committed, Interrupted, Released, Skipped, Shards, Stacks
+    agent → worker     Welcome, Prepare, Assign, Revoke, Release, ShowStacks
+
+A worker's life in these words:
+
+    Enrol → Welcome(place)       it belongs to a view: the script builds its model under that rank
+          → Welcome(spare)       it waits; Prepare(sharded=False) sends it on to its first step, with a make-believe
+                                 group, Prepare(sharded=True) keeps it where it is, since a shard depends on the rank
+    Ready                        it is at its first step (a spare: parked)
+    Assign                       a new view: whatever it does, it leaves the old one and joins this one
+    Joined                       it is in the view: its group is made, its state is that of the settled step
+    Committed                    the first step that it committed in the view
+    Interrupted                  its step failed, it lives and waits for a view
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from holdfast.core.events import DataSource, SessionInfo
+from holdfast.core.leases import Lease, Trouble
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's place in a view."""
+
+    view: int
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    group_rank: int
+    group_world_size: int
+    store_host: str
+    store_port: int
+    first_ranks: tuple[int, ...]
+    """The first rank of each node, in the order of group ranks: who shares a machine with whom."""
+    strategy: str
+    """By which the view came about; empty for a first one or a change that nobody needed."""
+    planned: bool = False
+    """Nothing is wrong: change at the next step boundary."""
+    newcomer: bool = False
+    """The others train already: build everything under this rank, with a make-believe group, then join them."""
+    begun: int = -1
+    """The highest step that a dead worker of this node is known to have begun to apply."""
+    dump: str = ""
+    """Where to write a checkpoint of the last committed step, and end; empty: train on."""
+
+
+class Enrol(msgspec.Struct, frozen=True, tag="enrol"):
+    """A script called hf.init(). `worker` is HOLDFAST_WORKER, which tells two lives of a seat apart."""
+
+    worker: str
+    pid: int
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """At the first step. What kind of state it has is known now."""
+
+    session: SessionInfo
+    data: tuple[DataSource, ...] = ()
+    """The loaders it tracks."""
+
+
+class Joined(msgspec.Struct, frozen=True, tag="joined"):
+    view: int
+    step: int
+    """The next one to run."""
+
+
+class Committed(msgspec.Struct, frozen=True, tag="committed"):
+    """The first step committed in a view; later ones are in the progress record only."""
+
+    view: int
+    step: int
+
+
+class Interrupted(msgspec.Struct, frozen=True, kw_only=True, tag="interrupted"):
+    """A step failed in this view; the process is well and holds."""
+
+    view: int
+    step: int
+    at: float
+    exception: str
+    message: str
+    traceback: str
+    collateral: bool
+    """Whether it is what a healthy rank suffers when another one goes."""
+
+
+class Closed(msgspec.Struct, frozen=True, tag="closed"):
+    """It has made its last step, and so have all: from now on it is a program like any other."""
+
+    view: int
+    step: int
+
+
+class Released(msgspec.Struct, frozen=True, tag="released"):
+    """It has left the view at a step boundary, as asked, and is about to exit with code zero."""
+
+    view: int
+    step: int
+
+
+class Skipped(msgspec.Struct, frozen=True, tag="skipped"):
+    """A loader, the source-th that is tracked, will pass over these steps."""
+
+    source: int
+    first_step: int
+    end_step: int
+    why: str
+
+
+class Shards(msgspec.Struct, frozen=True, kw_only=True, tag="shards"):
+    """What the commit of a step has granted to slots of this worker's stream, and what failed in them."""
+
+    view: int
+    stream: str
+    step: int
+    leases: tuple[Lease, ...]
+    troubles: tuple[Trouble, ...]
+
+
+class Stacks(msgspec.Struct, frozen=True, tag="stacks"):
+    request: int
+    text: str
+
+
+class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
+    """The answer to Enrol. Without a place, it is a spare."""
+
+    place: Place | None
+    replicas: int
+    """In-memory copies of each shard that other ranks are to hold."""
+    checkpoint_dir: str
+
+
+class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
+    """To a spare: what the job's state is like, and how large the world is."""
+
+    sharded: bool
+    world_size: int
+
+
+class Assign(msgspec.Struct, frozen=True, tag="assign"):
+    place: Place
+
+
+class Revoke(msgspec.Struct, frozen=True, tag="revoke"):
+    """This view is over; the next one is not known yet. Leave its collectives and hold."""
+
+    view: int
+    why: str
+
+
+class Release(msgspec.Struct, frozen=True, tag="release"):
+    """The next view has no place for this worker: leave at the step boundary before it, and exit well."""
+
+    view: int
+    """The view that begins without it."""
+
+
+class ShowStacks(msgspec.Struct, frozen=True, tag="show-stacks"):
+    request: int
+
+
+FromWorker = Enrol | Ready | Joined | Committed | Interrupted | Closed | Released | Skipped | Shards | Stacks
+ToWorker = Welcome | Prepare | Assign | Revoke | Release | ShowStacks

@@ -1,0 +1,396 @@
+"""The main thread's part in a run that is repaired: steps, commits, and the way from a broken view into the next.
+
+It is always in one of these places, and each knows what to do about a view that is over:
+
+    in the body of a step        the error lands in `with step:`; the next view is joined, the step undone and repeated
+    at the barrier of a step     the next view is joined; if anybody has passed the barrier the step is committed: go on
+    between two steps            nothing communicates; the next collective finds the view over
+    at the top of a step         `bring_in`: a planned view is joined, newcomers get their state, models are put right
+    behind the last step         `close`: nobody leaves before all have committed it, so there is always a peer to ask
+
+`bring_in` is where every way into a view ends: those who repeat, those who rolled forward, newcomers, the first start.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from holdfast.core.events import SessionInfo
+from holdfast.core.leases import NEWS_MAX
+from holdfast.data.randomness import set_generators, slot_key
+from holdfast.errors import SettleError
+from holdfast.state.snapshot import Snapshot
+from holdfast.state.tracked import Tracked
+from holdfast.wire.progress import Phase
+from holdfast.wire.session import Closed, Committed, Joined, Ready, Shards
+from holdfast.worker import checkpoints, elastic, groups, resharding, restoring
+from holdfast.worker.launch import Launch
+from holdfast.worker.membership import bare
+from holdfast.worker.models import align_buffers, is_sharded, reset_models, shards_of
+from holdfast.worker.replicas import Ring
+from holdfast.worker.settling import Settlement, Standing
+from holdfast.worker.transaction import TRIAL_STEPS, Copy, RepeatStep, Transaction
+from holdfast.worker.witness import Witness, describe, mark_of
+
+
+class Engine:
+    """One worker's progress through the steps."""
+
+    def __init__(self, launched: Launch, tracked: Tracked, seed: int | None) -> None:
+        self._line, self._page, self.membership = launched.line, launched.page, launched.membership
+        self._launched, self._tracked, self._seed = launched, tracked, seed
+        self.next_step = 0
+        self._first_step = 0
+        self._begun = -1
+        self._has_state = False
+        self._at_barrier = False
+        self._settlement: Settlement | None = None
+        """What the members of the view have agreed on and not yet carried out."""
+        self._change_at = 0
+        """The view to change to after this step, by plan; 0 if none."""
+        self._proved_view = 0
+        self._shards, self._shard = 1, 0
+        self._builds_alone = launched.is_newcomer
+        """Whether the others train already, so that we meet them at our first step."""
+        self._is_filled = True
+        """Whether our objects hold the state, if we have it; otherwise it lies in `_carried`."""
+        self._carried: list[tuple[int, int, Snapshot]] = []
+        """Copies from before the objects were built anew: number of shards, shard, copy."""
+        self._ring: Ring | None = None
+        self._keeps_copy = True
+        self._transaction: Transaction | None = None
+        self._witness = Witness(self._page)
+        groups.on_collective(self._on_collective)
+
+    @property
+    def transaction(self) -> Transaction:
+        assert self._transaction is not None, "the steps have not begun"
+        return self._transaction
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether a step is under way."""
+        return self._transaction is not None and self._transaction.is_open
+
+    @property
+    def seed(self) -> int:
+        """Of the steps' generators."""
+        assert self._seed is not None, "the steps have not begun"
+        return self._seed
+
+    # --- into the views
+
+    def restore(self) -> None:
+        """Everything is tracked: go on from the last checkpoint, if there is one and nobody trains already."""
+        self._shards = shards_of(self._tracked.modules().values())
+        self._shard = dist.get_rank() % self._shards
+        if self._builds_alone or not self._launched.checkpoint_dir:
+            return
+        root = Path(self._launched.checkpoint_dir)
+        if found := checkpoints.restore(root, self._tracked, dist.get_rank(), self._shards):
+            self.next_step = self._first_step = found.step
+            self._seed = found.manifest.seed
+
+    def begin(self) -> None:
+        """At the first step: everything is built and tracked. A spare waits here for its call."""
+        self._choose_undo()
+        if self.membership is None or self._line is None:
+            self._has_state = True
+            self._keeps_copy = False
+            self._seed = self._seed if self._seed is not None else torch.initial_seed()
+            return
+        self._page.move(phase=Phase.PARKED)
+        self._witness.attach(self._witnessed().values())
+        self._line.tell(Ready(self._session_info(), describe(self._witnessed())))
+        join = self.membership.join_next if self._builds_alone else self.membership.join_present
+        self._settlement = join(self._standing())
+
+    def start_over(self, tracked: Tracked) -> None:
+        """All objects will be built anew, for another place in the world. What we know stays; the state is in copies,
+        of the step before the next and of the one after, as it may turn out to be committed."""
+        assert self.membership is not None
+        if self._ring is not None:
+            self._carried += [
+                (self._shards, shard, copy)
+                for step in (self.next_step, self.next_step + 1)
+                for shard, copy in self._ring.copies_at(step, self._shard).items()
+            ]
+        self._tracked, self._ring, self._transaction, self._settlement = tracked, None, None, None
+        self._builds_alone, self._is_filled = True, False
+        self._change_at = 0
+        self.membership.built_for = None
+        self.membership.start_over()
+
+    def bring_in(self) -> None:
+        """At the top of a step: if the view is new, its members make sure that all of them have the settled state."""
+        if self._settlement is None and self.membership is not None and self._change_at > self.membership.view:
+            self._join(None)
+        while self._settlement is not None:
+            try:
+                self._carry_out(self._settlement)
+            except Exception as error:
+                if not self._can_hold(error):
+                    raise
+                broken = bare(error)
+            else:
+                self._settlement = None
+                return
+            self._join(broken)
+
+    def _carry_out(self, settlement: Settlement) -> None:
+        membership = self.membership
+        assert membership is not None and membership.place is not None and self._line is not None
+        place = membership.place
+        if place.dump and self._has_state:
+            self._adopt(settlement)
+            self._dump(place.dump)
+        elastic.let_go()
+        reset_models(self._tracked.modules().values())  # first: a broken pass leaves parameters in other hands
+        for loader in self._loaders():
+            loader.set_place(place.rank, place.world_size)
+        if resharding.is_needed(settlement, self._shards):
+            resharding.carry_out(self._offers(settlement.next_step), settlement.next_step, self._tracked)
+        else:
+            transfers = restoring.plan(settlement, place.first_ranks, place.world_size, self._shards, self._copies)
+            restoring.carry_out(transfers, settlement, place, self._tracked, self._ring)
+        self._adopt(settlement)
+        if self._ring is not None:
+            self._ring.place(place.first_ranks, place.rank, place.world_size)
+            self._ring.exchange(self.next_step)
+            groups.agree((self.next_step,))
+            self._ring.promote()
+        self._is_filled = True
+        self.transaction.updated_before = not self._tracked.is_accumulating
+        self._page.move(view=place.view, step=self.next_step, phase=Phase.BETWEEN)
+        self._line.tell(Joined(place.view, self.next_step))
+
+    def _adopt(self, settlement: Settlement) -> None:
+        self._has_state = True
+        self.next_step, self._begun = settlement.next_step, max(self._begun, settlement.next_step - 1)
+        self._seed, self._first_step = settlement.seed, settlement.first_step
+        self._witness.settle(settlement.next_step)
+        self._keeps_copy = settlement.keeps_copy
+        self._at_barrier = self._builds_alone = False
+
+    def _join(self, error: BaseException | None) -> Settlement:
+        assert self.membership is not None
+        self._settlement = self.membership.join_next(self._standing(), error)
+        self._change_at = 0
+        return self._settlement
+
+    def _standing(self) -> Standing:
+        return Standing(
+            has_state=int(self._has_state),
+            next_step=self.next_step,
+            begun=self._begun,
+            at_barrier=int(self._at_barrier),
+            seed=self._seed if self._seed is not None else torch.initial_seed() & (2**63 - 1),
+            first_step=self._first_step,
+            keeps_copy=int(self._keeps_copy),
+            shards=self._shards if self._is_filled else 0,
+            shard=self._shard,
+        )
+
+    def _offers(self, step: int) -> dict[tuple[int, int], Snapshot]:
+        """The whole copies of the state before a step that are here: number of shards, shard → copy."""
+        found = {(shards, shard): copy for shards, shard, copy in self._carried if copy.is_whole and copy.step == step}
+        kept = self._ring.copies_at(step, self._shard) if self._ring is not None else {}
+        return found | {(self._shards, shard): copy for shard, copy in kept.items()}
+
+    def _can_hold(self, error: BaseException) -> bool:
+        return self.membership is not None and self.membership.can_hold(error)
+
+    # --- a step
+
+    def begin_step(self) -> None:
+        number = self.next_step
+        self._page.move(step=number, phase=Phase.BODY, collectives=0)
+        self._begin_witness()
+        self.transaction.keeps_copy = self._keeps_copy
+        self.transaction.begin()
+        set_generators(slot_key(self.seed, number, dist.get_rank()))
+
+    def end_step(self, error: BaseException | None) -> bool:
+        """Whether the step is to be repeated. Raises what is not ours to deal with."""
+        try:
+            if error is None:
+                self.transaction.finish()
+                self._finished()
+                return False
+        except RepeatStep:
+            self._repeat()
+            return True
+        if isinstance(error, RepeatStep):
+            self._repeat()
+            return True
+        if self.transaction.is_past_repair or not self._can_hold(error):
+            self._page.move(phase=Phase.ENDED)
+            return False
+        self._join(bare(error))
+        self._repeat()
+        return True
+
+    def _begin_witness(self) -> None:
+        self._witness.forget()
+        if self._line is not None:
+            for skipped in self._witness.news_of_skips(self._witnessed().values()):
+                self._line.tell(skipped)
+
+    def _repeat(self) -> None:
+        self._at_barrier = False
+        self._witness.settle(self.next_step)
+        self.transaction.undo()
+
+    def _finished(self) -> None:
+        self.next_step += 1
+        self._tracked.is_accumulating = not self.transaction.has_updated
+        self._page.move(phase=Phase.BETWEEN)
+        for loader in self._loaders():
+            loader.commit_drawn()
+        if self.membership is None or self._line is None:
+            return
+        self._tell_of_shards()
+        if self._settlement is None and self._proved_view != self.membership.view:
+            self._proved_view = self.membership.view
+            self._line.tell(Committed(self.membership.view, self.next_step - 1))
+
+    def _tell_of_shards(self) -> None:
+        """What the commit has granted, and which shards could not be read."""
+        assert self.membership is not None and self._line is not None
+        for name, stream in self._tracked.others().items():
+            leases, troubles = stream.take_news() if hasattr(stream, "take_news") else ([], [])
+            for at in range(0, max(len(leases), len(troubles)), NEWS_MAX):
+                part = slice(at, at + NEWS_MAX)
+                view, step = self.membership.view, self.next_step - 1
+                told = Shards(
+                    view=view, stream=name, step=step, leases=tuple(leases[part]), troubles=tuple(troubles[part])
+                )
+                self._line.tell(told)
+
+    def barrier(self) -> None:
+        """Until the step is committed. Raises RepeatStep if it will not be."""
+        if self.membership is None:
+            self._passed()
+            return
+        self._at_barrier = True
+        self._page.move(phase=Phase.BARRIER)
+        self._witness.write(self.membership.view, dist.get_rank(), dist.get_world_size(), self.next_step)
+        try:
+            align_buffers(self._tracked.modules().values())
+            if self._ring is not None:
+                for loader in self._loaders():
+                    loader.commit_drawn()  # the copies are of the state after this step; a repeated one goes back
+                self._ring.exchange(self.next_step + 1)
+            self._agree()
+        except Exception as error:
+            if not self._can_hold(error):
+                raise
+            broken = bare(error)
+        else:
+            self._passed()
+            return
+        settlement = self._join(broken)
+        if settlement.next_step != self.next_step + 1:
+            raise RepeatStep
+        self._passed()
+
+    def _agree(self) -> None:
+        assert self._line is not None
+        tail, dear = int(self.transaction.saw_tail), int(self.transaction.is_copy_dear)
+        mark = mark_of(self._witnessed().values())
+        step, unlike, told, any_tail, any_dear, data, unlike_data = groups.agree(
+            (self.next_step, -self.next_step, self._line.told_view, tail, dear, mark, -mark)
+        )
+        if step != -unlike:
+            raise SettleError(f"the ranks are at steps {-unlike} to {step}: they do not run the same program")
+        if data != -unlike_data:
+            raise SettleError("the ranks' loaders are at different steps, or skip different ones: do it on every rank")
+        self._change_at = told
+        trial = self.next_step + 1 < self._first_step + TRIAL_STEPS
+        self._keeps_copy = bool(any_tail) or not any_dear or trial or self._ring is not None
+
+    def _passed(self) -> None:
+        """From here on the step will not be undone. All have copies of the state as it is cut now."""
+        self._carried.clear()
+        self._begun = self.next_step
+        self._page.move(begun=self.next_step)
+        self._witness.settle(self.next_step + 1)
+        self._at_barrier = False
+        if self._ring is not None:
+            self._ring.promote()
+
+    # --- the end
+
+    def close(self) -> None:
+        """Behind the last step."""
+        while self.membership is not None and self._line is not None:
+            broken: BaseException | None = None
+            try:
+                _, told = groups.agree((self.next_step, self._line.told_view))
+                if told <= self.membership.view:
+                    break  # else somebody waits in a view that was planned: it is met once more, and ends with us
+            except Exception as error:
+                if not self._can_hold(error):
+                    raise
+                broken = bare(error)
+            self._join(broken)
+            self.bring_in()
+        self.leave()
+
+    def leave(self) -> None:
+        """No more steps: what the script does from now on is not repaired."""
+        self._page.move(phase=Phase.ENDED)
+        if self._line is not None and self.membership is not None:
+            self._line.tell(Closed(self.membership.view, self.next_step))
+
+    def _dump(self, directory: str) -> NoReturn:
+        """The job cannot go on: leave what it has come to behind."""
+        place = self.membership.place if self.membership else None
+        assert place is not None
+        shards, held = self._shards, {self._shard: self._tracked.state()}
+        if self._ring is not None:
+            offers = self._offers(self.next_step)
+            shards = resharding.choose(offers, self.next_step).shards
+            held = {shard: copy.flat() for (cut, shard), copy in offers.items() if cut == shards}
+        checkpoints.write(Path(directory), self.next_step, held, shards, place, self.seed)
+        self._page.move(phase=Phase.ENDED)
+        raise SystemExit(0)
+
+    # --- small things
+
+    def _loaders(self) -> list[Any]:
+        """Those whose share depends on the rank, and whose position counts committed steps: hf.Loader."""
+        return [thing for thing in self._tracked.others().values() if hasattr(thing, "set_place")]
+
+    def _witnessed(self) -> dict[str, Any]:
+        """Those that say what they hand out."""
+        return {name: thing for name, thing in self._tracked.others().items() if hasattr(thing, "watcher")}
+
+    def _on_collective(self) -> None:
+        self._page.move(collectives=self._page.get("collectives") + 1)
+        if self._transaction is not None:
+            self._transaction.notice_collective()
+
+    @property
+    def _copies(self) -> int:
+        """Replicas of each shard in other ranks' memory."""
+        has_twins = dist.get_world_size() >= 2 * self._shards
+        return 0 if self._shards == 1 or has_twins else min(self._launched.replicas, dist.get_world_size() - 1)
+
+    def _session_info(self) -> SessionInfo:
+        is_resizable = self._ring is not None and elastic.is_inside()
+        if not is_sharded(self._tracked.modules().values()):
+            is_resizable = self._shards == 1
+        return SessionInfo(shards=self._shards, replicas=self._copies, resizable=is_resizable)
+
+    def _choose_undo(self) -> None:
+        if self.membership is not None and is_sharded(self._tracked.modules().values()):
+            self.membership.built_for = (dist.get_rank(), dist.get_world_size())
+            if self._copies or (self._shards == 1 and elastic.is_inside()):  # alone, it keeps its own to be cut again
+                self._ring = Ring(self._tracked, self._copies)
+        undo = self._ring or Copy(self._tracked)
+        self._transaction = Transaction(self._tracked, self._page, undo, self.barrier)

@@ -1,0 +1,166 @@
+"""What an agent makes of its orders: the newest counts, none blocks the next, and a node that must go takes its leave.
+
+The master is away: the test gives the orders, and reads what would have been reported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from agent.crews import CrewUnderTest, agent_config, serve
+from holdfast.agent.agent import Agent, Result
+from holdfast.agent.launcher import Launcher
+from holdfast.core.events import Event
+from holdfast.core.ladder import Strategy
+from holdfast.core.orders import Exit, Hold
+from holdfast.core.records import Outcome
+from worker.nest import ENVIRONMENT, children, is_running
+
+LONG_S = 30.0
+
+
+class AgentUnderTest(CrewUnderTest):
+    """An agent without a master."""
+
+    def __init__(self, directory: Path, launcher: Launcher, **changes: Any) -> None:
+        self.directory = directory
+        self.launcher = launcher
+        self.events: list[Event] = []
+        self.agent = Agent(agent_config(directory, **changes), launcher)
+        self.agent._uplink.report = self.events.append  # type: ignore[method-assign]
+        self.agent._reports._send = self.events.append
+        self.crew = self.agent._crew
+        self.running = asyncio.create_task(self.agent.run())
+
+    async def begin(self, **changes: Any) -> list[int]:
+        await self.until(lambda: self.agent._lines.name, "the agent listens")
+        self.agent.obey(serve(1, **changes))
+        await self.event("SessionBegan", view=1)
+        return self.pids()
+
+    async def result(self) -> Result:
+        return await asyncio.wait_for(self.running, LONG_S)
+
+
+@contextlib.asynccontextmanager
+async def agent(directory: Path, **changes: Any) -> AsyncIterator[AgentUnderTest]:
+    before = children()
+    launcher = await Launcher.start("cold", (), ENVIRONMENT)
+    under_test = AgentUnderTest(directory, launcher, **changes)
+    try:
+        yield under_test
+    finally:
+        under_test.agent.obey(Exit(outcome=Outcome.STOPPED, exit_code=0, why="the test is over", cause=None))
+        await asyncio.wait_for(under_test.running, LONG_S)
+    assert children() <= before
+
+
+def test_a_node_told_to_go_waits_for_the_step_boundary(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with agent(tmp_path, shutdown_timeout_s=LONG_S) as job:
+            pids = await job.begin()
+            job.agent._on_signal(signal.SIGTERM)
+            assert job.of("NodeLeaving")
+            job.agent.obey(serve(1))  # as the master says while it has no other view yet
+            await asyncio.sleep(0.1)
+            assert all(map(is_running, pids)) and not job.running.done()
+            job.agent.obey(Hold(job_id="job", why="this node is leaving", release=2))
+            for pid in pids:
+                await job.told(pid, "release", view=2)
+            assert (await job.result()).exit_code == 128 + signal.SIGTERM
+            assert job.of("NodeGone") and not job.of("WorkerFailed")
+
+    asyncio.run(test())
+
+
+def test_a_recovery_goes_on_while_a_node_is_about_to_go(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with agent(tmp_path, shutdown_timeout_s=LONG_S) as job:
+            pids = await job.begin()
+            job.agent._on_signal(signal.SIGTERM)
+            os.kill(pids[0], signal.SIGKILL)
+            await job.event("WorkerFailed")
+            job.agent.obey(serve(2, kept=True, strategy=Strategy.RECOVER_IN_PLACE))
+            await job.event("SessionBegan", view=2)
+            job.agent.obey(Hold(job_id="job", why="nobody is left to train", release=0))
+            assert (await job.result()).exit_code == 128 + signal.SIGTERM
+
+    asyncio.run(test())
+
+
+def test_it_does_not_wait_for_ever(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with agent(tmp_path, shutdown_timeout_s=0.3) as job:
+            await job.begin()
+            job.agent._on_signal(signal.SIGTERM)
+            assert (await job.result()).exit_code == 128 + signal.SIGTERM
+            assert not job.of("WorkerFailed")
+
+    asyncio.run(test())
+
+
+def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with agent(tmp_path, shutdown_timeout_s=10_000.0) as job:
+            await job.begin()
+            job.agent._on_signal(signal.SIGTERM)
+            await asyncio.sleep(0.05)
+            assert not job.running.done()
+            job.agent._on_signal(signal.SIGTERM)
+            assert (await job.result()).exit_code == 128 + signal.SIGTERM
+
+    asyncio.run(test())
+
+
+def test_a_worker_that_a_skipped_view_wanted_ended_is_ended(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with agent(tmp_path) as job:
+            pids = await job.begin()
+            os.kill(pids[1], signal.SIGSTOP)
+            job.agent.obey(serve(2, kept=True, strategy=Strategy.RECOVER_IN_PLACE, replaced=(1,)))
+            job.agent.obey(serve(3, kept=True, strategy=Strategy.RECOVER_IN_PLACE))
+            await job.event("SessionBegan", view=3)
+            assert job.pids()[0::2] == pids[0::2] and job.pids()[1] != pids[1]
+            assert not job.heard(pids[0], "assign") or job.heard(pids[0], "assign")[0]["place"]["view"] == 3
+
+    asyncio.run(test())
+
+
+def test_a_newer_order_does_not_wait_for_processes_that_are_slow_to_start(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with agent(tmp_path) as job:
+            pids = await job.begin()
+            os.kill(job.launcher.server_pid, signal.SIGSTOP)
+            os.kill(pids[1], signal.SIGKILL)
+            await job.event("WorkerFailed", view=1)
+            job.agent.obey(serve(2, kept=True, strategy=Strategy.RECOVER_IN_PLACE))
+            await job.told(pids[0], "assign", view=2)
+            job.agent.obey(serve(3, kept=True, workers=2, strategy=Strategy.ELASTIC_TRAINING))
+            assert (await job.told(pids[2], "assign", view=3))["rank"] == 1
+            job.agent.obey(serve(4, kept=True, strategy=Strategy.RECOVER_IN_PLACE))
+            await job.told(pids[0], "assign", view=4)
+            os.kill(job.launcher.server_pid, signal.SIGCONT)
+            await job.event("SessionBegan", view=4)
+            assert pids[0] in job.pids() and pids[2] in job.pids()
+
+    asyncio.run(test())
+
+
+def test_a_drained_node_takes_its_leave_and_exits_well(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with agent(tmp_path) as job:
+            pids = await job.begin()
+            job.agent.obey(Hold(job_id="job", why="drained", release=2, leaving=True))
+            for pid in pids:
+                await job.told(pid, "release", view=2)
+            result = await job.result()
+            assert (result.exit_code, result.why) == (0, "drained")
+            assert job.of("NodeGone") and not job.of("WorkerFailed")
+
+    asyncio.run(test())

@@ -1,0 +1,74 @@
+"""A session on an hf.Loader, for what the journal tells of its data.
+
+    exact.py STEPS [--seed N] [--size N] [--slots N] [--fault POINT:STEP:RANK]… [--skip AT:FIRST:END] [--wrong STEP]
+
+POINT     forward, between; kill -9 once
+--skip    before step AT of the job the loader is told to pass over its steps FIRST to END - 1
+--wrong   in this step rank 0 leaves its last batch out
+WORK/used         step rank samples…, of committed steps
+WORK/hurry        no more pauses
+"""
+
+import argparse
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import holdfast as hf
+
+parser = argparse.ArgumentParser()
+parser.add_argument("steps", type=int)
+parser.add_argument("--seed", type=int, default=0)
+parser.add_argument("--size", type=int, default=203)
+parser.add_argument("--batch", type=int, default=12)
+parser.add_argument("--slots", type=int)
+parser.add_argument("--fault", action="append", default=[])
+parser.add_argument("--skip", default="")
+parser.add_argument("--skip-rank", type=int, default=-1)
+parser.add_argument("--wrong", type=int, default=-1)
+parser.add_argument("--pause", type=float, default=0.0)
+arguments = parser.parse_args()
+work = Path(os.environ["WORK"])
+
+
+def hurt(point: str, step: int, rank: int) -> None:
+    for index, text in enumerate(arguments.fault):
+        mark = work / f"fired-{index}"
+        if text == f"{point}:{step}:{rank}" and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+dataset = [(torch.full((4,), float(i % 7)), torch.tensor([i])) for i in range(arguments.size)]
+job = hf.init(seed=1)
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+data = hf.Loader(dataset, global_batch_size=arguments.batch, seed=arguments.seed, slots=arguments.slots)
+job.track(model=model, optimizer=optimizer, data=data)
+for step in job.steps(arguments.steps):
+    if arguments.skip:
+        at, first, end = map(int, arguments.skip.split(":"))
+        if at == step.number and step.attempt == 0 and arguments.skip_rank in (-1, job.rank):
+            data.skip(range(first, end), why="the loss went up")
+    with step:
+        used: list[int] = []
+        hurt("forward", step.number, job.rank)
+        for x, number in step.batches(data):
+            step.backward(model(x).mean())
+            used += number.flatten().tolist() if step.scale(torch.ones(())) else []
+            if step.number == arguments.wrong and job.rank == 0:
+                data.is_last_of_step or model.zero_grad()
+                break
+        optimizer.step()
+        optimizer.zero_grad()
+    if step.is_committed:
+        with (work / "used").open("a") as file:
+            file.write(" ".join(map(str, [step.number, job.rank, *used])) + "\n")
+    hurt("between", step.number, job.rank)
+    if arguments.pause and not (work / "hurry").exists():
+        time.sleep(arguments.pause)

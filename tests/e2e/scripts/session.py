@@ -1,0 +1,342 @@
+"""A session that trains and can hurt itself: Adam, dropout, BatchNorm-free or not, DDP, FSDP2 or HSDP.
+
+    session.py MODEL STEPS [--fault POINT:STEP:RANK:ACTION]… [--pause SECONDS] [--features …] [--evaluate STEP:SECONDS]
+
+WORK/ledger        step rank pid view world loss (hexadecimal), one line a committed step and rank
+WORK/final-RANK    step, digest of parameters, optimizer and scheduler state
+WORK/samples       step and numbers of the samples of a step, where a dataset is used
+WORK/trained       step, rank and numbers of the samples of a committed step, where a dataset is used
+WORK/hurry         once it is there, nobody pauses between steps any more; until then, in the second half of the steps
+                   for ten times as long, so that a test that waits for something does not come to the end of it
+WORK/stillborn-X   while it is there, processes of the node whose agent has NODE=X end before they join
+A fault happens once, in whichever process has the rank when the step comes; one whose action ends in ! each time.
+POINT    data forward backward collective barrier-before barrier-in update-before update-middle update-after
+         capture between settle restore restored
+         The last three are of a recovery: before all agree on the step, before and after newcomers get their state.
+ACTION   kill raise bug cut stop exit
+"""
+
+import argparse
+import faulthandler
+import hashlib
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import holdfast as hf
+from holdfast.worker import groups, restoring
+from holdfast.worker.settling import Standing
+
+faulthandler.register(signal.SIGUSR2)  # so that a person can ask where it is
+parser = argparse.ArgumentParser()
+parser.add_argument("model", choices=["ddp", "fsdp", "hsdp", "alone"])
+parser.add_argument("steps", type=int)
+parser.add_argument("--fault", action="append", default=[])
+parser.add_argument("--pause", type=float, default=0.0)
+parser.add_argument("--features", default="", help="tail,clip,scaler,accumulate,batchnorm,loader,ema,early,micro,torch")
+parser.add_argument("--slots", type=int, default=0)
+parser.add_argument("--evaluate", default="", help="before this step, take so long, with hangs off")
+arguments = parser.parse_args()
+features = set(arguments.features.split(","))
+work = Path(os.environ["WORK"])
+ledger = os.open(work / "ledger", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+samples = os.open(work / "samples", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+trained = os.open(work / "trained", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+if (work / f"stillborn-{os.environ.get('NODE')}").exists():
+    sys.exit(9)
+
+
+class Fault:
+    def __init__(self, text: str, index: int) -> None:
+        self.point, step, rank, action = text.split(":")
+        self.action, self.is_lasting = action.rstrip("!"), action.endswith("!")
+        self.step, self.rank, self.index = int(step), int(rank), index
+
+
+faults = [Fault(text, index) for index, text in enumerate(arguments.fault)]
+
+
+def hurt(point: str, step: int | None = None) -> None:
+    for fault in faults:
+        if (fault.point, fault.step, fault.rank) != (point, job.step if step is None else step, job.rank):
+            continue
+        try:
+            os.close(os.open(work / f"fired-{fault.index}", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            if not fault.is_lasting:
+                continue
+        os.write(ledger, f"# {point} {fault.action} step {job.step} rank {job.rank} pid {os.getpid()}\n".encode())
+        act(fault.action)
+
+
+def act(action: str) -> None:
+    match action:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "raise":
+            raise hf.RetryableError("worth a second try")
+        case "bug":
+            raise ValueError("a bug in the user's code")
+        case "exit":
+            sys.exit(3)
+        case "cut":
+            groups.current_realm().mesh.shut()
+
+
+class Hurting(torch.autograd.Function):
+    """Hurts in the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        hurt("backward")
+        return gradient
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(16, 64), nn.Linear(64, 64), nn.Linear(64, 4)
+        self.norm = nn.BatchNorm1d(64) if "batchnorm" in features else nn.Identity()
+
+    def forward(self, x):
+        x = torch.relu(self.norm(self.first(x)))
+        hurt("forward")
+        x = Hurting.apply(x)
+        return self.last(torch.dropout(torch.relu(self.middle(x)), 0.2, train=True))
+
+
+class HurtAdam(torch.optim.Adam):
+    """Hurts after half of an update."""
+
+    def step(self, closure=None):
+        middle = [f for f in faults if (f.point, f.step, f.rank) == ("update-middle", job.step, job.rank)]
+        if middle and not (work / f"fired-{middle[0].index}").exists():
+            groups_of_parameters = self.param_groups
+            self.param_groups = groups_of_parameters[:1]
+            super().step()
+            self.param_groups = groups_of_parameters
+            hurt("update-middle")
+        return super().step(closure)
+
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 96
+
+    def __getitem__(self, index):
+        os.write(samples, f"{job.step} {index} {job.rank}\n".encode())
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(16, generator=generator), int(index)
+
+
+def batch(step: int, rank: int):
+    generator = torch.Generator().manual_seed(step * 1000 + rank)
+    return torch.randn(8, 16, generator=generator), torch.randint(0, 4, (8,), generator=generator)
+
+
+def build():
+    torch.manual_seed(0)
+    net = Net()
+    if arguments.model == "ddp":
+        return DistributedDataParallel(net)
+    if arguments.model == "alone":
+        return net
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    world = dist.get_world_size()
+    shape, names = ((world,), None) if arguments.model == "fsdp" else ((2, world // 2), ("replicate", "shard"))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    for layer in (net.first, net.middle):
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(net, mesh=mesh)
+
+
+def digest(*values) -> str:
+    found = hashlib.sha256()
+
+    def add(value) -> None:
+        if hasattr(value, "full_tensor"):
+            value = value.full_tensor()
+        if isinstance(value, torch.Tensor):
+            found.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(value, dict):
+            for key in value:
+                add(value[key])
+        elif isinstance(value, list | tuple):
+            for item in value:
+                add(item)
+        else:
+            found.update(repr(value).encode())
+
+    for value in values:
+        add(value)
+    return found.hexdigest()[:16]
+
+
+def barrier_hurts() -> None:
+    agree = groups.agree
+
+    def hurting_agree(values):
+        if len(values) > 1:  # the commit's
+            hurt("barrier-before")
+            victims = [f for f in faults if (f.point, f.step, f.rank) == ("barrier-in", job.step, job.rank)]
+            if victims and not (work / f"fired-{victims[0].index}").exists():
+                contribution = torch.tensor(list(values), dtype=torch.int64)
+                groups.default_group().allreduce([contribution], groups._maximum)
+                hurt("barrier-in")
+        return agree(values)
+
+    groups.agree = hurting_agree
+
+
+def capture_hurts() -> None:
+    from holdfast.state.snapshot import Snapshot
+
+    take = Snapshot.take
+
+    def hurting_take(self, flat, step):
+        hurt("capture")
+        return take(self, flat, step)
+
+    Snapshot.take = hurting_take
+
+
+def recovery_hurts() -> None:
+    gather, carry_out = groups.gather, restoring.carry_out
+
+    def hurting_gather(values):
+        if isinstance(values, Standing) and values.next_step > 0:
+            hurt("settle")
+        return gather(values)
+
+    def hurting_carry_out(transfers, settlement, *others):
+        if transfers:
+            hurt("restore", settlement.next_step)
+        carry_out(transfers, settlement, *others)
+        if transfers:
+            hurt("restored", settlement.next_step)
+
+    groups.gather, restoring.carry_out = hurting_gather, hurting_carry_out
+
+
+job = hf.init()
+barrier_hurts()
+capture_hurts()
+recovery_hurts()
+model = build()
+parameters = list(model.parameters())
+optimizer = HurtAdam([{"params": parameters[:3]}, {"params": parameters[3:]}], lr=1e-2)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
+tracked = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+if "ema" in features:
+    average = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    ema = torch.optim.swa_utils.AveragedModel(model.module, multi_avg_fn=average)
+    tracked["ema"] = ema
+if "scaler" in features:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    tracked["scaler"] = scaler
+if "loader" in features:
+    data = hf.Loader(Data(), global_batch_size=24, seed=7, slots=arguments.slots or None)
+    tracked["data"] = data
+if "torch" in features:  # torch's own loader, shuffled by the global generator, with a process of its own
+    batches = torch.utils.data.DataLoader(Data(), batch_size=8, shuffle=True, num_workers=1)
+job.track(**tracked)
+optimizer.register_step_pre_hook(lambda *_: hurt("update-before"))
+(work / f"started-{os.getpid()}").touch()
+
+
+def averaged():
+    return ema.state_dict() if "ema" in features else 0
+
+
+def one_loss(x, y, step):
+    loss = nn.functional.cross_entropy(model(x), y % 4)
+    if "scaler" in features:
+        scaler.scale(step.scale(loss)).backward()
+    else:
+        step.backward(loss)
+    return loss.detach()
+
+
+def evaluate() -> None:
+    step, _, seconds = arguments.evaluate.partition(":")
+    if step == str(job.step):
+        with job.paused("an evaluation"):
+            time.sleep(float(seconds))
+
+
+def train() -> None:
+    for step in job.steps(arguments.steps):
+        drawn: list[int] = []
+        with step:
+            rank, world_size = job.rank, job.world_size  # at the end of the step they may be those of the next
+            evaluate()
+            hurt("data")
+            if "loader" in features:
+                losses = []
+                for x, y in step.batches(data):
+                    drawn += y.tolist()
+                    losses.append(one_loss(x, y, step))
+            elif "torch" in features:
+                losses = [one_loss(x, y, step) for x, y in step.batches(batches)]
+            else:
+                halves = [batch(step.number, job.rank)]
+                if "accumulate" in features:
+                    x, y = halves[0]
+                    halves = [(x[:4], y[:4]), (x[4:], y[4:])]
+                losses = [one_loss(x, y, step) / len(halves) for x, y in halves]
+            loss = torch.stack(losses).sum()
+            if any((f.point, f.step, f.rank) == ("collective", step.number, job.rank) for f in faults):
+                work_under_way = dist.all_reduce(torch.zeros(1000), async_op=True)
+                hurt("collective")
+                work_under_way.wait()
+            elif any((f.point, f.step) == ("collective", step.number) for f in faults):
+                dist.all_reduce(torch.zeros(1000))
+            if "clip" in features:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            if "early" in features:
+                ema.update_parameters(model.module)
+            if "scaler" in features:
+                scaler.step(optimizer)
+                scaler.update()
+            elif "micro" not in features or step.number % 3 == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+            hurt("update-after")
+            if "tail" in features and step.number % 3 == 0:
+                dist.all_reduce(loss)
+            scheduler.step()
+            if "ema" in features and "early" not in features:
+                ema.update_parameters(model.module)
+            if "micro" not in features:
+                optimizer.zero_grad()
+            step.log(loss=loss)
+        if step.is_committed:
+            line = f"{step.number} {rank} {os.getpid()} {job.view} {world_size} {job.logged['loss'].hex()}\n"
+            os.write(ledger, line.encode())
+            if drawn:
+                os.write(trained, f"{step.number} {rank} {' '.join(map(str, drawn))}\n".encode())
+        hurt("between")
+        if arguments.pause and not (work / "hurry").exists():
+            time.sleep(arguments.pause * (10 if step.number > arguments.steps // 2 else 1))
+
+
+train()
+hurt("epilogue")
+(work / f"final-{job.rank}").write_text(
+    f"{job.step} {digest(model.state_dict(), optimizer.state_dict(), scheduler.state_dict(), averaged())}"
+)

@@ -1,0 +1,177 @@
+"""What the journal tells of the samples: exact after faults, told apart where it is not, skips included."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from e2e.jobs import DEADLINE_S, SCRIPTS, Place, agent_environment, free_port, kill9, wait_for
+from holdfast.core.records import DataDescribed, DataSkipped, IncidentClosed, JobFinished, StepsWitnessed, TermBegan
+
+EXACT = str(SCRIPTS / "exact.py")
+
+
+def run(place: Place, *words: str, ranks: int = 2, flags: tuple[str, ...] = (), code: int = 0) -> Place:
+    agent = place.start("--nproc-per-node", str(ranks), *flags, EXACT, *words)
+    assert agent.wait() == code, agent.stderr[-6000:]
+    return place
+
+
+def verify(place: Place, *words: str) -> tuple[int, dict[str, Any]]:
+    """Exit code and answer of `holdfast data verify`."""
+    command = [sys.executable, "-m", "holdfast", "data", "verify", "--state-dir", str(place.state_dir), "-o", "json"]
+    done = subprocess.run(
+        [*command, *words],
+        env=agent_environment(place.state_dir),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode in (0, 1), done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def used(place: Place) -> dict[int, Counter[int]]:
+    """By committed step of the job."""
+    found: dict[int, Counter[int]] = {}
+    for line in (place.work / "used").read_text().splitlines():
+        step, _, *samples = map(int, line.split())
+        found.setdefault(step, Counter()).update(samples)
+    return found
+
+
+def test_kills_in_the_middle_of_epochs_leave_an_exact_journal(tmp_path: Path) -> None:
+    """Dead in the body, and right after a commit, which nobody is told of but by the record it left."""
+    hurt, calm = Place(tmp_path / "hurt"), Place(tmp_path / "calm")
+    faults = ["--fault", "forward:7:1", "--fault", "between:19:0", "--fault", "forward:33:0"]
+    run(hurt, "40", *faults, ranks=3)
+    assert len(hurt.journal.of(IncidentClosed)) == 3
+    code, answer = verify(hurt)
+    assert (code, answer["exact"], answer["findings"]) == (0, True, [])
+    (source,) = answer["sources"]
+    assert (source["first_step"], source["last_step"], source["unwitnessed"]) == (0, 39, [])
+    assert source["samples"] == sum(12 if (step + 1) % 17 else 11 for step in range(40))
+    # Another world, slots, no faults: the same samples, so the very same chain.
+    run(calm, "40", "--slots", "4", ranks=2)
+    code, answer = verify(calm, "--against", str(hurt.journal.path))
+    assert (code, answer["findings"]) == (0, [])
+    assert answer["sources"][0]["chain"] == source["chain"]
+
+
+def test_other_samples_are_told_apart(tmp_path: Path) -> None:
+    one, other, wrong = Place(tmp_path / "one"), Place(tmp_path / "other"), Place(tmp_path / "wrong")
+    run(one, "12")
+    run(other, "12", "--seed", "5")
+    assert verify(other)[0] == 0, "by its own plan it is exact"
+    code, answer = verify(one, "--against", str(other.journal.path))
+    assert code == 1
+    assert [(f["kind"], f["first_step"]) for f in answer["findings"]] == [("differs", 0)]
+    # A rank that leaves a batch out.
+    run(wrong, "12", "--slots", "6", "--wrong", "8")
+    code, answer = verify(wrong)
+    assert code == 1
+    (finding,) = answer["findings"]
+    assert finding["kind"] == "differs" and finding["first_step"] <= 8 <= finding["last_step"]
+
+
+def test_a_skipped_stretch_is_in_the_journal_and_survives_the_one_who_asked(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    run(place, "20", "--skip", "6:9:14", "--fault", "forward:8:0", "--fault", "forward:11:1")
+    (skipped,) = place.journal.of(DataSkipped)
+    assert (skipped.name, skipped.first_step, skipped.end_step, skipped.why) == ("data", 9, 14, "the loss went up")
+    code, answer = verify(place)
+    assert (code, answer["findings"]) == (0, [])
+    assert answer["sources"][0]["skipped"] == [[9, 13]]
+    assert answer["sources"][0]["last_step"] == 24
+    # As an undisturbed run of 25 steps without the five.
+    whole = Place(tmp_path / "whole")
+    run(whole, "25")
+    expected = [samples for step, samples in sorted(used(whole).items()) if not 9 <= step < 14]
+    seen = used(place)
+    assert [seen[step] for step in sorted(seen) if step not in (8, 11)] == [
+        samples for step, samples in enumerate(expected) if step not in (8, 11)
+    ]
+    code, answer = verify(place, "--against", str(whole.journal.path))
+    assert code == 1 and answer["findings"][0]["first_step"] == 9
+
+
+def test_a_skip_on_one_rank_only_is_refused(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    run(place, "20", "--skip", "6:9:14", "--skip-rank", "1", flags=("--max-restarts", "0"), code=1)
+    cause = place.journal.of(JobFinished)[0].cause
+    assert cause is not None and "skip different ones" in f"{cause.message}{cause.traceback}"
+
+
+def test_a_master_that_is_killed_forgets_no_witness(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    agent = place.start("--nproc-per-node", "2", EXACT, "60", "--pause", "0.05")
+    place.journal.wait_for(StepsWitnessed)
+    lines = len((place.work / "used").read_text().splitlines())
+    wait_for(lambda: len((place.work / "used").read_text().splitlines()) > lines + 12, what="some more steps")
+    kill9(agent.master_pid())
+    place.journal.wait_for(TermBegan, lambda began: began.term == 2)
+    (place.work / "hurry").touch()
+    assert agent.wait() == 0, agent.stderr[-4000:]
+    code, answer = verify(place)
+    assert (code, answer["findings"], answer["sources"][0]["last_step"]) == (0, [], 59)
+
+
+def test_a_restart_from_the_beginning_is_a_chain_of_its_own(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    run(place, "15", "--fault", "forward:9:0", "--fault", "forward:9:1", flags=("--max-restarts", "2"))
+    code, answer = verify(place)
+    assert (code, answer["findings"]) == (0, [])
+    assert [(s["first_step"], s["last_step"]) for s in answer["sources"]] == [(0, 8), (0, 14)]
+    assert len(place.journal.of(DataDescribed)) == 2
+
+
+def test_another_dataset_is_refused_by_a_checkpoint_and_the_same_goes_on(tmp_path: Path) -> None:
+    first, other, second = Place(tmp_path / "first"), Place(tmp_path / "other"), Place(tmp_path / "second")
+    flags = ("--recovery", "dump,exit", "--max-restarts", "0", "--checkpoint-dir", str(tmp_path / "checkpoints"))
+    run(first, "15", "--skip", "3:5:8", "--fault", "forward:9:1", flags=flags, code=7)
+    assert verify(first)[0] == 0
+    run(other, "15", "--size", "204", flags=flags, code=1)
+    cause = other.journal.finished().cause
+    assert cause is not None
+    assert "the dataset's number of samples is 204 here and was 203 when the state was saved" in cause.message
+    assert verify(other)[0] == 1, "nothing was handed out"
+    run(second, "15", flags=flags)
+    code, answer = verify(second)
+    assert (code, answer["findings"]) == (0, [])
+    assert (answer["sources"][0]["first_step"], answer["sources"][0]["last_step"]) == (12, 17)
+
+
+def test_a_node_lost_with_its_memory_leaves_nothing_but_named_gaps(tmp_path: Path) -> None:
+    place, port = Place(tmp_path), free_port()
+    meeting = [
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        f"127.0.0.1:{port}",
+        "--rdzv-id",
+        "fleet",
+        "--settle",
+        "0.1",
+    ]
+    nodes = {
+        name: place.start(
+            "--node-id", name, "--nnodes", "1:2", "--nproc-per-node", "1", *meeting, EXACT, "80", "--pause", "0.02"
+        )
+        for name in ("a", "b")
+    }
+    wait_for(lambda: (place.work / "used").exists() and len(used(place)) > 25, what="some steps")
+    victim = next(agent for agent in nodes.values() if not agent.master_pid())
+    kill9(victim.pid)  # its workers die with it
+    survivor = next(agent for agent in nodes.values() if agent is not victim)
+    assert survivor.wait() == 0, survivor.stderr[-4000:]
+    code, answer = verify(place)
+    assert {finding["kind"] for finding in answer["findings"]} <= {"unwitnessed"}
+    assert code == (1 if answer["findings"] else 0)
+    (source,) = answer["sources"]
+    assert source["last_step"] == 79
+    assert sum(last - first + 1 for first, last in source["unwitnessed"]) < 60

@@ -1,0 +1,178 @@
+"""Worlds of other sizes and kinds, of real processes, each reading the checkpoint of the one before.
+
+Run as `python reshard_worlds.py FOLDER`: torch is imported once, each world is forked. Every rank checks what it can by
+itself and fails the world otherwise; the last world's shards are compared with the first's by the test.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # or each process would import it, with its first optimizer
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from holdfast.state import checkpoint
+from holdfast.state.reshard import fetch_from, reshard
+from holdfast.state.snapshot import Pair, Snapshot
+from holdfast.state.tracked import Tracked
+
+WORLDS = [("fsdp", 2), ("fsdp", 3), ("ddp", 2), ("fsdp", 2), ("hsdp", 4), ("fsdp", 3)]
+
+
+def main(root: Path) -> None:
+    torch.set_num_threads(1)
+    for number, (kind, size) in enumerate(WORLDS):
+        children = [fork(root, number, kind, rank, size) for rank in range(size)]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        if any(codes):
+            sys.exit(f"world {number} ({kind} of {size}) ended with {codes}")
+
+
+def fork(root: Path, number: int, kind: str, rank: int, size: int) -> int:
+    if child := os.fork():
+        return child
+    code = 1
+    try:
+        store = dist.FileStore(str(root / f"store-{number}"), size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        run(root, number, kind, rank, size)
+        dist.barrier()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def build(kind: str, size: int, seed: int) -> Tracked:
+    torch.manual_seed(seed)
+    # 7 and 5 rows divide by neither 2 nor 3; a bias of one row leaves ranks with nothing.
+    inner = nn.Sequential(nn.Linear(6, 7), nn.LayerNorm(7), nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
+    model: Any = inner
+    if kind == "ddp":
+        model = DistributedDataParallel(inner)
+    else:
+        sizes, names = ((size,), ("shard",)) if kind == "fsdp" else ((2, size // 2), ("replicate", "shard"))
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+        for layer in (inner[0], inner[2]):
+            fully_shard(layer, mesh=mesh)
+        fully_shard(inner, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01, amsgrad=True)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    return Tracked(model=model, optimizer=optimizer, scheduler=scheduler)
+
+
+def train(tracked: Tracked, steps: int, rank: int) -> None:
+    model, optimizer = tracked.modules()["model"], tracked.optimizers()["optimizer"]
+    for step in range(steps):
+        model(torch.randn(4, 6, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        tracked.others()["scheduler"].step()
+
+
+def run(root: Path, number: int, kind: str, rank: int, size: int) -> None:
+    tracked = build(kind, size, seed=number)
+    if number == 0:
+        train(tracked, 3, rank)
+    else:
+        found = checkpoint.latest(root / "checkpoints")
+        assert found is not None and found.step == number - 1
+        flats = [checkpoint.read(found, shard) for shard in range(found.manifest.shards)]
+        skeletons = checkpoint.skeletons(found)
+        known = dict(enumerate(skeletons))
+        if WORLDS[number - 1][0] == "hsdp":
+            known = {shard: known[shard] for shard in (0, 3)}  # what two dead ranks had, their replicas have
+        reshard(known, fetch_from(flats), tracked)
+    digest = whole(tracked)
+    (root / f"digest-{number}-{rank}").write_text(digest)
+    save(root, number, kind, rank, size, tracked)
+    roll_back(tracked, digest, rank)
+    take_over(tracked, build(kind, size, seed=100 + number), rank)
+
+
+def save(root: Path, number: int, kind: str, rank: int, size: int, tracked: Tracked) -> None:
+    shards = 1 if kind == "ddp" else size
+    parts: list[Any] = [None] * size
+    part = checkpoint.write_part(root / "checkpoints", number, "n", rank, tracked.state()) if rank < shards else None
+    dist.all_gather_object(parts, part)
+    if rank == 0:
+        manifest = checkpoint.manifest_of(number, size, parts[:shards])
+        checkpoint.publish(root / "checkpoints", number, "n", manifest)
+    dist.barrier()
+
+
+def roll_back(tracked: Tracked, digest: str, rank: int) -> None:
+    """A snapshot undoes a step, in place; and the step made again gives the same."""
+    pair = Pair(tracked.state())
+    pair.take(tracked.state(), 0)
+    train(tracked, 1, rank)
+    after = whole(tracked)
+    assert after != digest
+    newest = pair.newest()
+    assert newest is not None
+    newest.restore_into(tracked)
+    assert whole(tracked) == digest
+    train(tracked, 1, rank)
+    assert whole(tracked) == after
+
+
+def take_over(tracked: Tracked, newcomer: Tracked, rank: int) -> None:
+    """A fresh rank gets the bytes of the one it replaces, as they would be sent, and goes on as it would have."""
+    sent, received = Snapshot(), Snapshot()
+    sent.take(tracked.state(), 9)
+    for target, source in zip(received.receive(sent.skeleton, sent.step), sent.parts(), strict=True):
+        target.copy_(source)
+    received.seal()
+    assert received.restore_into(newcomer) == 9
+    assert whole(newcomer) == whole(tracked)
+    accumulate_and_put_back(newcomer)
+    train(newcomer, 2, rank)
+    train(tracked, 2, rank)
+    assert whole(newcomer) == whole(tracked)
+
+
+def accumulate_and_put_back(tracked: Tracked) -> None:
+    """A repeated step leaves no trace, in buffers nor in gradients."""
+    before, gradients, saved = whole(tracked), tracked.gradients(is_after_update=True), tracked.volatile()
+    tracked.modules()["model"](torch.ones(4, 6)).sum().backward()
+    assert whole(tracked) != before  # BatchNorm has counted
+    tracked.restore_volatile(saved)
+    tracked.restore_gradients(gradients)
+    assert whole(tracked) == before and all(parameter.grad is None for parameter in tracked.parameters())
+
+
+def whole(tracked: Tracked) -> str:
+    """A digest of the whole state, as if it were not cut."""
+    digest = hashlib.sha256()
+
+    def add(path: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key in sorted(value, key=str):
+                add(f"{path}.{key}", value[key])
+        elif isinstance(value, list):
+            for index, item in enumerate(value):
+                add(f"{path}.{index}", item)
+        elif isinstance(value, torch.Tensor):
+            full = value.full_tensor() if isinstance(value, DTensor) else value
+            digest.update(f"{path} {full.dtype} {full.shape} {full.tolist()}".encode())
+        else:
+            digest.update(f"{path} {value!r}".encode())
+
+    add("", tracked.tree())
+    return digest.hexdigest()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
