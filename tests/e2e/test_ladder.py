@@ -47,8 +47,8 @@ def fleet(directory: Path, model: str, nnodes: str, flags: list[str], *names: st
 
 
 def test_retry_is_for_broken_connections_and_no_more(tmp_path: Path) -> None:
-    faults = ["forward:5:1:cut", "forward:10:1:kill"]
-    run = Run(tmp_path).start("ddp", ranks=2, faults=faults, flags=recovery("retry", "exit")).finish(1)
+    faults, flags = ["forward:5:1:cut", "forward:10:1:kill"], recovery("retry", "exit")
+    run = Run(tmp_path).start("ddp", ranks=2, faults=faults, flags=flags, options=["--apart"]).finish(1)
     assert strategies(run) == [Strategy.RETRY]
     assert {len(pids) for pids in run.pids.values()} == {1}
     end = run.place.journal.finished()
@@ -62,8 +62,8 @@ def test_retry_is_for_broken_connections_and_no_more(tmp_path: Path) -> None:
 
 
 def test_recover_in_place_is_also_for_steps_that_may_not_be_retried(tmp_path: Path) -> None:
-    faults = ["forward:5:1:kill", "forward:10:0:raise"]
-    run = Run(tmp_path).start("ddp", ranks=3, faults=faults, flags=recovery("recover-in-place", "exit")).finish()
+    faults, flags = ["forward:5:1:kill", "forward:10:0:raise"], recovery("recover-in-place", "exit")
+    run = Run(tmp_path).start("ddp", ranks=3, faults=faults, flags=flags, options=["--apart"]).finish()
     assert_same_bits(run, undisturbed("ddp", ranks=3))
     assert strategies(run) == [Strategy.RECOVER_IN_PLACE] * 2
     assert [len(run.pids[rank]) for rank in range(3)] == [2, 2, 1]

@@ -33,7 +33,7 @@ def assert_survivors_stayed(run: Run, ranks: int, deaths: int) -> None:
 
 def test_a_kill_at_every_point_is_repaired_in_place(tmp_path: Path) -> None:
     faults = all_points("kill", 3)
-    run = Run(tmp_path).start("ddp", ranks=3, steps=36, faults=faults).finish()
+    run = Run(tmp_path).start("ddp", ranks=3, steps=36, faults=faults, options=["--apart"]).finish()
     assert run.fired == len(faults)
     assert_same_bits(run, undisturbed("ddp", ranks=3, steps=36), missing=len(faults))
     assert_survivors_stayed(run, 3, len(faults))
@@ -53,7 +53,7 @@ def test_a_kill_at_every_point_is_repaired_from_a_spare(tmp_path: Path) -> None:
 def test_a_step_that_breaks_is_retried_by_the_same_processes(tmp_path: Path, action: str) -> None:
     before_the_barrier = ["data", "forward", "backward", "collective", "barrier-before"]
     faults = [f"{point}:{3 + 3 * index}:{index % 3}:{action}" for index, point in enumerate(before_the_barrier)]
-    run = Run(tmp_path).start("ddp", ranks=3, faults=faults).finish()
+    run = Run(tmp_path).start("ddp", ranks=3, faults=faults, options=["--apart"]).finish()
     assert run.fired == len(faults)
     assert_same_bits(run, undisturbed("ddp", ranks=3))
     assert_survivors_stayed(run, 3, 0)

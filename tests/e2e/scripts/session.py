@@ -27,6 +27,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from calm import wait_until_calm
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -41,6 +42,7 @@ parser.add_argument("steps", type=int)
 parser.add_argument("--fault", action="append", default=[])
 parser.add_argument("--pause", type=float, default=0.0)
 parser.add_argument("--features", default="", help="tail,clip,scaler,accumulate,batchnorm,loader,ema,early,micro,torch")
+parser.add_argument("--apart", action="store_true", help="no fault before the incident of the last one is closed")
 parser.add_argument("--slots", type=int, default=0)
 parser.add_argument("--evaluate", default="", help="before this step, take so long, with hangs off")
 arguments = parser.parse_args()
@@ -72,6 +74,8 @@ def hurt(point: str, step: int | None = None) -> None:
         except FileExistsError:
             if not fault.is_lasting:
                 continue
+        if arguments.apart:
+            wait_until_calm()
         os.write(ledger, f"# {point} {fault.action} step {job.step} rank {job.rank} pid {os.getpid()}\n".encode())
         act(fault.action)
 
