@@ -1,4 +1,4 @@
-"""For scripts that hurt themselves: wait until the journal has no incident open, so that each fault is one of its own."""
+"""For scripts that hurt themselves: wait until no incident is open, so that each fault is one of its own."""
 
 import os
 import time
