@@ -18,7 +18,6 @@ import signal
 import socket
 import time
 from collections.abc import Coroutine
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -28,13 +27,13 @@ from holdfast.agent.config import AgentConfig
 from holdfast.agent.crew import Crew
 from holdfast.agent.hangs import HangWatch
 from holdfast.agent.identity import boot_id, machine_id, new_incarnation, saw_dead
-from holdfast.agent.last_checkpoint import find_last_checkpoint
 from holdfast.agent.launcher import Launcher
 from holdfast.agent.line import LineServer
 from holdfast.agent.logs import WorkerLogs
 from holdfast.agent.master_keeper import EXIT_JOURNAL, MasterFailedError, MasterKeeper
 from holdfast.agent.memory import MemoryWatch
 from holdfast.agent.reports import Reports
+from holdfast.agent.state_keeper import StateKeeper, find_last_checkpoint
 from holdfast.agent.store_ports import StorePorts
 from holdfast.agent.uplink import Uplink
 from holdfast.core.events import Event, Hello, NodeGone, NodeInfo, NodeLeaving, StoreOffered
@@ -93,6 +92,8 @@ class Agent:
         self._signal: signal.Signals | None = None
         self._leave_at = 0.0
         """When a node that was told to go waits no longer for a step boundary, on the loop's clock."""
+        self._is_alone = True
+        """Whether the newest view has no other node."""
         self._over = False
         """Whether the end of the job, or of our part in it, is known here."""
         self._told_to_go = asyncio.Event()
@@ -115,8 +116,16 @@ class Agent:
         self._reports = Reports(
             config.node_id, lambda: self._incarnation, self._uplink.report, lambda: self._uplink.waiting
         )
+        self._state = StateKeeper(config, self._reports)
         self._crew = Crew(
-            config, self._reports, launcher, self._logs, self._memory, self._order_changed.set, self._close_stores
+            config,
+            self._reports,
+            launcher,
+            self._logs,
+            self._memory,
+            self._order_changed.set,
+            self._close_stores,
+            self._state,
         )
         self._lines = LineServer(self._crew)
         self._hangs = HangWatch(lambda: self._crew.seated, self._reports, config.hang_timeout_s)
@@ -126,6 +135,7 @@ class Agent:
     def hello(self) -> Hello:
         """Who we are and what we do."""
         self._crew.ledger.say_again()
+        self._state.say(again=True)
         config = self._config
         info = NodeInfo(
             host=socket.gethostname(),
@@ -225,6 +235,7 @@ class Agent:
             task.cancel()
         await asyncio.gather(*tasks, *self._background, return_exceptions=True)
         await self._crew.close()
+        await self._state.close()
         await self._lines.close()
         await self._logs.drain()
         self._logs.close()
@@ -259,9 +270,11 @@ class Agent:
             case Exit():
                 self._over = True
                 await self._uplink.say_farewell()
-                checkpoint = find_last_checkpoint(self._crew.checkpoint_root)
+                url = self._crew.checkpoint_url()
                 await self._stop_crew(self._config.shutdown_timeout_s)
-                return Result(order.exit_code, _last_words(order, checkpoint), order.outcome, order.cause)
+                is_success = order.outcome is Outcome.SUCCEEDED
+                last = await self._state.finish(is_success, self._is_alone) or await find_last_checkpoint(url)
+                return Result(order.exit_code, _last_words(order, last), order.outcome, order.cause)
             case Refuse():
                 return await self._refused(order)
             case _:
@@ -270,6 +283,7 @@ class Agent:
 
     async def _serve(self, order: Serve) -> None:
         self._job_id = order.job_id
+        self._is_alone = order.group_world_size == 1
         if order.view != self._crew.view and order.store_here:
             self._open_store(order)
         replaced, self._to_replace = tuple(sorted(self._to_replace)), set()
@@ -360,6 +374,7 @@ class Agent:
     async def _leave(self, received: signal.Signals) -> Result:
         log.info(f"got {received.name}: stopping this node's workers, at most {self._config.shutdown_timeout_s:.0f} s")
         await self._stop_crew(self._config.shutdown_timeout_s, received)
+        await self._state.finish(False, self._is_alone)
         await self._say_goodbye()
         return Result(128 + int(received), f"ended by {received.name}", Outcome.STOPPED)
 
@@ -456,9 +471,9 @@ class Agent:
         self.obey(Exit(outcome=outcome, exit_code=code, why=why, cause=None))
 
 
-def _last_words(order: Exit, checkpoint: Path | None) -> str:
+def _last_words(order: Exit, checkpoint: str) -> str:
     """Why it ended, and what the next start goes on from."""
-    if order.outcome is not Outcome.FAILED or checkpoint is None:
+    if order.outcome is not Outcome.FAILED or not checkpoint:
         return order.why
     return f"{order.why}; the last checkpoint is {checkpoint}"
 

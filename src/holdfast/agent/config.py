@@ -10,6 +10,7 @@ import msgspec
 from holdfast.agent.logs import LogPlan
 from holdfast.core.events import JobSpec
 from holdfast.wire.channel import Tls
+from holdfast.wire.session import Snapshots
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,6 +75,12 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Where workers that speak to Holdfast find and leave checkpoints; empty: nowhere."""
     replicas: int = 0
     """In-memory copies of each shard that other ranks are to hold."""
+    snapshots: Snapshots = Snapshots(every=-1)
+    """How often workers copy their state, and how often that becomes a checkpoint."""
+    snapshot_dir: str = ""
+    """Where the copies are: shared memory."""
+    checkpoint_keep: str = "all"
+    """Which checkpoints stay (storage/retention.py)."""
     hang_timeout_s: float | None = None
     """How long nothing may move on this node. None: as long as its own steps make reasonable; 0: for ever."""
     failover: str = ""

@@ -43,31 +43,37 @@ from holdfast.agent.places import place_in, reseat
 from holdfast.agent.reports import Reports
 from holdfast.agent.spares import Spares, describe_exit
 from holdfast.agent.staff import Staff
+from holdfast.agent.state_keeper import StateKeeper
 from holdfast.agent.workers import Worker, until_gone
 from holdfast.core.events import SessionInfo
 from holdfast.core.faults import Failure, NotStarted
 from holdfast.core.ladder import Strategy
 from holdfast.core.orders import Hold, Serve
 from holdfast.wire.session import (
+    AskHeld,
     Assign,
     Closed,
     Committed,
     FromWorker,
     Interrupted,
     Joined,
+    NeedRoom,
     Prepare,
     Ready,
     Release,
     Released,
     Revoke,
+    Sealed,
     Shards,
     Skipped,
+    Snapshots,
     Stacks,
     Welcome,
 )
 
 LOST_WAIT_S = 1.0
 """For a worker that was killed to be gone, so that its last step is known. The kernel takes milliseconds."""
+NO_SNAPSHOTS = Snapshots(every=-1)
 LINE_GRACE_S = 1.0
 """A process that ends closes its line a moment before its end is seen."""
 
@@ -86,7 +92,9 @@ class Crew:
         memory: MemoryWatch,
         changed: Callable[[], None] = lambda: None,
         joined: Callable[[int], None] = lambda view: None,
+        keeper: StateKeeper | None = None,
     ) -> None:
+        self._keeper = keeper or StateKeeper(config, reports)
         self._config, self._reports, self._memory = config, reports, memory
         self._changed, self._joined = changed, joined
         self._staff = Staff(config, launcher, logs, memory, self)
@@ -140,11 +148,6 @@ class Crew:
     @property
     def parked(self) -> int:
         return self._spares.parked
-
-    @property
-    def checkpoint_root(self) -> Path:
-        """Where this job's checkpoints are, if there are any."""
-        return Path(self._checkpoint_dir())
 
     def listen_at(self, socket_path: str) -> None:
         """Where workers that are started from now on find their line."""
@@ -250,6 +253,7 @@ class Crew:
 
     def _adopt(self, order: Serve) -> None:
         self._order, self._hold = order, None
+        self._keeper.open(order.job_id, self.checkpoint_url())
         self._last_view = order.view
         self._stopping = False
         self._revoked = ""
@@ -283,12 +287,12 @@ class Crew:
             worker.seat,
             newcomer=order.kept and not worker.joined,
             begun=self._begun,
-            checkpoint_dir=self._checkpoint_dir(),
+            checkpoint_dir=self.checkpoint_url(),
         )
         worker.tell(Assign(worker.place))
 
-    def _checkpoint_dir(self) -> str:
-        """With the job's id, which may be known only now."""
+    def checkpoint_url(self) -> str:
+        """Where this job's checkpoints are. With the job's id, which may be known only now."""
         order = self._order or self._hold
         return self._config.checkpoint_dir.replace("{job_id}", order.job_id.replace("/", "_") if order else "")
 
@@ -380,6 +384,7 @@ class Crew:
             self._revoke(f"local rank {seat} has ended")
         self._begun = max(self._begun, worker.page.get("begun"))
         self.ledger.read(gone=worker)
+        self._keeper.say()
         if worker.dismissed:
             log.debug(f"process {child.pid} has left with code {code}")
         elif was_spare:
@@ -429,7 +434,12 @@ class Crew:
             return False
         known.line, known.script_pid = line, pid
         known.tell(
-            Welcome(place=known.place, replicas=self._config.replicas, checkpoint_dir=self._checkpoint_dir())
+            Welcome(
+                place=known.place,
+                replicas=self._config.replicas,
+                checkpoint_dir=self.checkpoint_url(),
+                snapshots=self._config.snapshots if self._keeper.is_on else NO_SNAPSHOTS,
+            )
         )
         if known.is_spare and self._spares.prepare:
             known.tell(self._spares.prepare)
@@ -478,6 +488,12 @@ class Crew:
                 self._reports.closed(step)
             case Released():
                 log.debug(f"process {known.pid} has left at the step boundary")
+            case NeedRoom(size_bytes=size_bytes):
+                self._keeper.need_room(known, size_bytes)
+            case Sealed():
+                self._keeper.sealed(known, message)
+            case AskHeld(request=request):
+                self._keeper.tell_held(known, request)
             case Stacks(request=request, text=text):
                 answer = known.stacks.pop(request, None)
                 if answer is not None and not answer.done():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from holdfast.core.events import (
+    CheckpointWritten,
     DataAnnounced,
     DataSource,
     Event,
@@ -13,6 +14,7 @@ from holdfast.core.events import (
     SessionBegan,
     SessionInfo,
     SparesChanged,
+    StateKept,
     StepCommitted,
     StepInterrupted,
     StreamNews,
@@ -26,6 +28,7 @@ from holdfast.core.events import (
     WorkerSucceeded,
 )
 from holdfast.core.faults import Failure
+from holdfast.core.kept import KeptImage
 from holdfast.wire.session import Interrupted, Shards, Skipped
 
 SHARD_REPORTS_WAITING_MAX = 10_000
@@ -151,6 +154,14 @@ class Reports:
         self._send(
             DataAnnounced(node_id=self._node_id, incarnation=self._incarnation(), view=view, sources=sources)
         )
+
+    def kept(self, images: tuple[KeptImage, ...]) -> None:
+        """What is in this node's memory."""
+        self._send(StateKept(node_id=self._node_id, incarnation=self._incarnation(), images=images))
+
+    def checkpointed(self, step: int, url: str) -> None:
+        """A checkpoint is complete."""
+        self._send(CheckpointWritten(node_id=self._node_id, incarnation=self._incarnation(), step=step, url=url))
 
     def skipped(self, message: Skipped) -> None:
         """A worker's loader passes over some steps."""

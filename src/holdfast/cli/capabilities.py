@@ -9,6 +9,8 @@ from pathlib import Path
 from holdfast.cli.run_flags import RunOptions
 from holdfast.core.ladder import LADDER, Strategy
 from holdfast.errors import UsageError
+from holdfast.storage.stores import is_remote
+from holdfast.wire.session import Snapshots
 
 JOB_ID_MARK = "{job_id}"
 """Stands for the job's id in --checkpoint-dir: only the master knows the id of a job that was given none."""
@@ -18,7 +20,7 @@ def checkpoint_dir(options: RunOptions, job_id: str) -> str:
     """An absolute path. The mark stays in it while the id is not known here: the agent replaces it by what the master
     says."""
     chosen = options.checkpoint_dir or str(Path(options.state_dir) / "jobs" / JOB_ID_MARK / "checkpoints")
-    path = str(Path(chosen).absolute())
+    path = chosen if is_remote(chosen) else str(Path(chosen.removeprefix("file://")).absolute())
     return path.replace(JOB_ID_MARK, job_id.replace("/", "_")) if job_id else path
 
 
@@ -39,8 +41,8 @@ def capabilities(options: RunOptions, directory: str) -> str:
     """The line."""
     rungs = "; ".join(_rung(rung, options, directory) for rung in options.recovery)
     return (
-        f"recovery: {rungs}. {_count(options.replicas, 'copy', 'copies')} of each shard, hangs are noticed"
-        f" {_hang_limit(options)}. Scripts that do not call hf.init() get restarts only (--max-restarts"
+        f"recovery: {rungs}. {_count(options.replicas, 'copy', 'copies')} of each shard, snapshots"
+        f" {_snapshots(options)}, hangs are noticed {_hang_limit(options)}. Scripts that do not call hf.init() get restarts only (--max-restarts"
         f" {options.max_restarts})"
     )
 
@@ -60,6 +62,30 @@ def _rung(rung: Strategy, options: RunOptions, directory: str) -> str:
             return str(rung)
 
 
+CHECKPOINT_EVERY_S = 600.0
+"""Where a directory is given and nothing else is said: often enough to lose little, seldom enough to cost nothing."""
+
+
+def snapshot_settings(options: RunOptions) -> Snapshots:
+    """What workers are told of it."""
+    given = options.checkpoint_dir is not None
+    steps, time_s = options.checkpoint_every or (0, CHECKPOINT_EVERY_S if given else 0.0)
+    return Snapshots(
+        every=options.snapshots,
+        checkpoint_every_steps=steps,
+        checkpoint_every_s=time_s,
+        checkpoint_at_end=given or bool(steps or time_s),
+    )
+
+
+def _snapshots(options: RunOptions) -> str:
+    settings = snapshot_settings(options)
+    often = {0: "as often as they cost nothing", -1: "off"}.get(settings.every, f"every {settings.every} steps")
+    if settings.checkpoint_every_steps:
+        return f"{often}, a checkpoint every {settings.checkpoint_every_steps} steps"
+    return f"{often}, a checkpoint every {settings.checkpoint_every_s:g} s" if settings.checkpoint_every_s else often
+
+
 def _hang_limit(options: RunOptions) -> str:
     if options.hang_timeout_s is None:
         return "by the job's own step times"
@@ -72,6 +98,8 @@ def _count(number: int, one: str, more: str) -> str:
 
 def _obstacle(directory: str) -> str:
     """Why nothing can be written there; empty if something can, as far as looking tells."""
+    if is_remote(directory):
+        return ""
     path = Path(directory)
     while True:
         try:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from holdfast.cli.addresses import is_local, is_loopback, is_name, own_address, primary_address
-from holdfast.cli.capabilities import capabilities, check_checkpoint_dir, checkpoint_dir
+from holdfast.cli.capabilities import capabilities, check_checkpoint_dir, checkpoint_dir, snapshot_settings
 from holdfast.cli.console import set_up_logging
 from holdfast.cli.run_flags import RunOptions, master_endpoint, parse_run
 from holdfast.cli.secrets import TOKEN_VARIABLE, find_token
@@ -129,6 +129,9 @@ def build_config(options: RunOptions, environment: dict[str, str]) -> AgentConfi
         join_timeout_s=options.join_timeout_s,
         checkpoint_dir=_checkpoints(options, run_id, plan),
         replicas=options.replicas,
+        snapshots=snapshot_settings(options),
+        snapshot_dir=options.snapshot_dir or f"/dev/shm/holdfast-{os.getuid()}",
+        checkpoint_keep=options.checkpoint_keep,
         hang_timeout_s=options.hang_timeout_s,
         failover=options.dynamic_failover_extension or "",
     )

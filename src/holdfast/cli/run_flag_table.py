@@ -184,12 +184,6 @@ RECOVERY = (
         parse=whole_number(0),
     ),
     _ours(
-        "--checkpoint-dir",
-        "directory of the job's checkpoints, {job_id} in it is replaced; jobs/{job_id}/checkpoints of --state-dir if"
-        " not given",
-        "DIR",
-    ),
-    _ours(
         "--hang-timeout",
         "workers that make no progress for this long are hung: seconds, auto by the job's own step times, 0 never",
         "TIME",
@@ -239,6 +233,34 @@ RECOVERY = (
     ),
 )
 
+STATE = (
+    _ours(
+        "--snapshots",
+        "how often workers copy their state into the node's memory: every N steps, off, or auto, as it costs nothing",
+        "N",
+        "auto",
+    ),
+    _ours("--snapshot-dir", "where that memory is; /dev/shm/holdfast-UID if not given", "DIR"),
+    _ours(
+        "--checkpoint-dir",
+        "directory or URL (s3:// gs:// az:// ...) of the job's checkpoints, {job_id} in it is replaced;"
+        " jobs/{job_id}/checkpoints of --state-dir if not given",
+        "DIR_OR_URL",
+    ),
+    _ours(
+        "--checkpoint-every",
+        "how often a snapshot becomes a checkpoint: steps (500), or time (90s, 10m, 2h), or never; if not given, every"
+        " 10m where --checkpoint-dir is given, else never. Failing and ended jobs leave one all the same",
+        "N",
+    ),
+    _ours(
+        "--checkpoint-keep",
+        "which checkpoints stay: last:N, every:STEPS, best:METRIC:min|max:N, with commas between; or all",
+        "POLICY",
+        "last:3",
+    ),
+)
+
 SECURITY = (
     _ours("--token-file", "file with the job's secret; or put the secret into HOLDFAST_TOKEN", "FILE"),
     _ours("--tls-cert", "certificate of this node", "FILE"),
@@ -252,6 +274,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
     "launching": LAUNCHING,
     "logs": LOGS,
     "recovery": RECOVERY,
+    "state": STATE,
     "security": SECURITY,
 }
 FLAGS: tuple[Flag, ...] = tuple(flag for flags in GROUPS.values() for flag in flags)

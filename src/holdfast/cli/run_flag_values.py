@@ -173,6 +173,46 @@ def hang_timeout(text: str) -> float | None:
         ) from None
 
 
+def snapshots(text: str) -> int:
+    """Steps between two snapshots; 0: as it fits; -1: none."""
+    words = {"auto": 0, "off": -1}
+    if text in words:
+        return words[text]
+    number = _integer(text)
+    if number is None or number < 1:
+        raise ArgumentTypeError("give auto, off, or a number of steps like 10")
+    return number
+
+
+UNITS_S = {"s": 1.0, "m": 60.0, "h": 3_600.0}
+
+
+def steps_or_seconds(text: str) -> tuple[int, float]:
+    """`500` steps, `10m`, `never`: steps and seconds, of which one at least is 0."""
+    if text == "never":
+        return 0, 0.0
+    number = _integer(text)
+    if number is not None and number > 0:
+        return number, 0.0
+    if text[-1:] in UNITS_S:
+        try:
+            time_s = float(text[:-1]) * UNITS_S[text[-1]]
+        except ValueError:
+            time_s = 0.0
+        if 0.0 < time_s < math.inf:
+            return 0, time_s
+    raise ArgumentTypeError("give steps like 500, a time like 90s, 10m or 2h, or never")
+
+
+def retention(text: str) -> str:
+    """Checked, and kept as it is."""
+    try:
+        parse_policy(text)
+    except UsageError as error:
+        raise ArgumentTypeError(str(error)) from None
+    return text
+
+
 def extension_name(text: str) -> str:
     if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*::[^\W\d]\w*", text):
         raise ArgumentTypeError("give module::Class, as in my_package.failover::Mine")

@@ -85,7 +85,6 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     spares: int  # parked workers on each node, at least 0
     spare_nodes: int  # nodes beyond nnodes_max that may wait, at least 0
     replicas: int  # copies of each shard in other ranks' memory, at least 0
-    checkpoint_dir: str | None  # {job_id} in it is still to be replaced; None: in the job's directory
     hang_timeout_s: float | None  # None: adaptive; 0: no limit
     dynamic_failover_extension: str | None  # module::Class
     state_dir: str  # where the master's journal is; ~ is already replaced
@@ -95,6 +94,13 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     guard_window_s: float  # how long the id of a node that fell silent stays reserved
     restart_grace_s: float  # from SIGTERM to SIGKILL when workers are stopped by a restart
     monitor_interval_s: float  # without effect
+
+    # State.
+    snapshots: int  # steps between two snapshots; 0: as often as they cost nothing; -1: none
+    snapshot_dir: str | None  # where they are; None: in shared memory
+    checkpoint_dir: str | None  # or a URL; {job_id} in it is still to be replaced; None: in the job's directory
+    checkpoint_every: tuple[int, float] | None  # steps or seconds, the other is 0; None: not said
+    checkpoint_keep: str  # a policy, known to be a good one
 
     # Security. Paths, ~ already replaced.
     token_file: str | None  # None: HOLDFAST_TOKEN, or no token at all on loopback
@@ -172,6 +178,9 @@ def _read(namespace: Namespace, environ: Mapping[str, str]) -> dict[str, Any]:
         "preload": read("preload", values.module_names),
         "recovery": read("recovery", values.strategies),
         "hang_timeout_s": read("hang_timeout", values.hang_timeout),
+        "snapshots": read("snapshots", values.snapshots),
+        "checkpoint_every": read("checkpoint_every", values.steps_or_seconds) if namespace.checkpoint_every else None,
+        "checkpoint_keep": read("checkpoint_keep", values.retention),
         "dynamic_failover_extension": (
             read("dynamic_failover_extension", values.extension_name) if namespace.dynamic_failover_extension else None
         ),
@@ -209,7 +218,7 @@ def _shutdown_timeout_s(namespace: Namespace, environ: Mapping[str, str]) -> flo
 
 
 def _paths(namespace: Namespace, environ: Mapping[str, str]) -> dict[str, str]:
-    ours = [flag for flag in FLAGS if flag.is_ours and flag.metavar in ("DIR", "FILE")]
+    ours = [flag for flag in FLAGS if flag.is_ours and flag.metavar in ("DIR", "FILE", "DIR_OR_URL")]
     return {
         flag.field: _checked(_said(namespace, flag.dest), values.home_expanded, text, environ)
         for flag in ours

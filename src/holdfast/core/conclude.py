@@ -216,6 +216,7 @@ def _decide(
         strategy=choice.strategy,
         counted=choice.counted,
         why=choice.why,
+        reload=choice.reload,
     )
 
 

@@ -23,6 +23,7 @@ from holdfast.core import events as e
 from holdfast.core import leases, ledger
 from holdfast.core import records as r
 from holdfast.core.faults import TRACEBACK_CHARS_MAX, Failure
+from holdfast.core.kept import IMAGES_MAX, SAID_EVERY_S, KeptImage, safety
 from holdfast.core.state import Draining, Finished, Incident, Job, Linked, Lost, Node, Present, Serving, Unlinked
 
 MESSAGE_CHARS_MAX = 2_000
@@ -63,6 +64,11 @@ def decide(job: Job, event: e.Event, now: float) -> list[r.Record]:
         case e.SparesChanged(node_id=node_id, incarnation=incarnation, parked=parked):
             node = job.live(node_id, incarnation)
             return _spares(node, parked, now) if node else []
+        case e.StateKept(node_id=node_id, incarnation=incarnation, images=images):
+            return _kept(job, node_id, images, now) if job.live(node_id, incarnation) else []
+        case e.CheckpointWritten(node_id=node_id, incarnation=incarnation, step=step, url=url):
+            is_news = job.live(node_id, incarnation) is not None and step > job.checkpoint
+            return [r.CheckpointPublished(at=now, step=step, url=url)] if is_news else []
         case e.DataAnnounced() | e.SamplesWitnessed() | e.StretchSkipped():
             is_heard = job.live(event.node_id, event.incarnation) and not isinstance(job.phase, Finished)
             return ledger.decide(job.ledger, event, now) if is_heard else []
@@ -245,6 +251,17 @@ def _offer(job: Job, node_id: str, incarnation: str, port: int, now: float) -> l
     if job.view and job.view.store_node_id == node_id and _in_current_view(job, node_id, incarnation, job.view.number):
         taken = job.view.store_port
     return [r.StoreReady(at=now, node_id=node_id, port=port)] if port not in (0, taken) else []
+
+
+def _kept(job: Job, node_id: str, images: tuple[KeptImage, ...], now: float) -> list[r.Record]:
+    """What is safe goes to the journal now and then only: it changes with every step."""
+    records: list[r.Record] = [r.StateNoted(at=now, node_id=node_id, images=images[:IMAGES_MAX])]
+    if now - job.safety_at >= SAID_EVERY_S:
+        alive = {name: held for name, held in job.images.items() if (node := job.nodes.get(name)) and node.alive}
+        found = safety({**alive, node_id: images}, job.checkpoint)
+        if found != job.safety:
+            records.append(r.StateSafe(at=now, safety=found))
+    return records
 
 
 def _spares(node: Node, parked: int, now: float) -> list[r.Record]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from holdfast.core.faults import Failure
+from holdfast.core.kept import KeptImage
 from holdfast.core.leases import Lease, Trouble
 
 
@@ -250,6 +251,23 @@ class SparesChanged(msgspec.Struct, frozen=True, kw_only=True, tag="spares-chang
     parked: int
 
 
+class StateKept(msgspec.Struct, frozen=True, kw_only=True, tag="state-kept"):
+    """The images of states in a node's memory."""
+
+    node_id: str
+    incarnation: str
+    images: tuple[KeptImage, ...]
+
+
+class CheckpointWritten(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoint-written"):
+    """A checkpoint of the state before this step is complete."""
+
+    node_id: str
+    incarnation: str
+    step: int
+    url: str
+
+
 class DataAnnounced(msgspec.Struct, frozen=True, kw_only=True, tag="data-announced"):
     """The loaders that the workers of a view track, in order."""
 
@@ -313,6 +331,8 @@ Event = (
     | StepCommitted
     | TrainingClosed
     | SparesChanged
+    | StateKept
+    | CheckpointWritten
     | DataAnnounced
     | SamplesWitnessed
     | StretchSkipped

@@ -111,6 +111,12 @@ def _apply(job: Job, record: r.Record) -> None:
             job.nodes[node_id].store_port = port
         case r.SparesKnown(at=at, node_id=node_id, parked=parked):
             job.nodes[node_id].parked, job.nodes[node_id].parked_at = parked, at
+        case r.StateNoted(node_id=node_id, images=images):
+            job.images[node_id] = images
+        case r.StateSafe(at=at, safety=safety):
+            job.safety, job.safety_at = safety, at
+        case r.CheckpointPublished(step=step, url=url):
+            job.checkpoint, job.checkpoint_url = step, url
         case r.NodeRefused():
             pass
         case _:
@@ -132,6 +138,7 @@ def _begin_term(job: Job, record: r.TermBegan) -> None:
 
 def _join(job: Job, record: r.NodeJoined) -> None:
     job.nodes.pop(record.node_id, None)
+    job.images.pop(record.node_id, None)
     job.nodes[record.node_id] = Node(
         node_id=record.node_id,
         incarnation=record.incarnation,
@@ -322,3 +329,4 @@ def _decide_incident(job: Job, record: r.IncidentDecided) -> None:
     if first or worse:  # before the first decision the cause was a guess; after it, only something worse is news
         incident.kind, incident.cause = record.kind, record.cause
     job.restarts_used += record.counted
+    job.reloaded = record.reload if record.reload >= 0 and not record.counted else job.reloaded

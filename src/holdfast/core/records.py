@@ -13,6 +13,7 @@ import msgspec
 
 from holdfast.core.events import DataSource, NodeInfo, Part, SessionInfo, Stumble, Vector
 from holdfast.core.faults import Failure
+from holdfast.core.kept import KeptImage, Safety
 from holdfast.core.ladder import Strategy as Strategy
 from holdfast.core.leases import Lease, Trouble
 from holdfast.core.settings import Settings
@@ -255,6 +256,8 @@ class IncidentDecided(msgspec.Struct, frozen=True, kw_only=True, tag="incident-d
     counted: bool
     """Whether it uses up one of the restarts."""
     why: str
+    reload: int = -1
+    """The step in the nodes' memory that all workers start from; -1: there is none."""
 
 
 class IncidentClosed(msgspec.Struct, frozen=True, kw_only=True, tag="incident-closed"):
@@ -288,6 +291,19 @@ class JobFinished(msgspec.Struct, frozen=True, kw_only=True, tag="job-finished")
     cause: Failure | None = None
 
 
+class CheckpointPublished(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoint-published"):
+    at: float
+    step: int
+    url: str
+
+
+class StateSafe(msgspec.Struct, frozen=True, kw_only=True, tag="state-safe"):
+    """What of the state is where; said now and then."""
+
+    at: float
+    safety: Safety
+
+
 class LinkLost(msgspec.Struct, frozen=True, kw_only=True, tag="link-lost"):
     at: float
     node_id: str
@@ -309,6 +325,12 @@ class SparesKnown(msgspec.Struct, frozen=True, kw_only=True, tag="spares-known")
     at: float
     node_id: str
     parked: int
+
+
+class StateNoted(msgspec.Struct, frozen=True, kw_only=True, tag="state-noted"):
+    at: float
+    node_id: str
+    images: tuple[KeptImage, ...]
 
 
 class SamplesNoted(msgspec.Struct, frozen=True, kw_only=True, tag="samples-noted"):
@@ -356,15 +378,17 @@ DurableRecord = (
     | ShardsLeased
     | ShardFailed
     | ShardQuarantined
+    | CheckpointPublished
+    | StateSafe
     | IncidentOpened
     | IncidentDecided
     | IncidentClosed
     | JobFinished
 )
-SoftRecord = LinkLost | LinkRestored | StoreReady | SparesKnown | SamplesNoted | NodeRefused
+SoftRecord = LinkLost | LinkRestored | StoreReady | SparesKnown | StateNoted | SamplesNoted | NodeRefused
 Record = DurableRecord | SoftRecord
 
-SOFT_RECORDS = (LinkLost, LinkRestored, StoreReady, SparesKnown, SamplesNoted, NodeRefused)
+SOFT_RECORDS = (LinkLost, LinkRestored, StoreReady, SparesKnown, StateNoted, SamplesNoted, NodeRefused)
 
 
 def is_durable(record: Record) -> bool:

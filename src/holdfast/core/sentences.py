@@ -7,6 +7,7 @@ from typing import assert_never
 
 from holdfast.core import records as r
 from holdfast.core.faults import Failure, describe, describe_error
+from holdfast.core.kept import Safety
 from holdfast.core.leases import Lease, Trouble
 
 STRETCHES_SHOWN_MAX = 5
@@ -70,6 +71,12 @@ def sentence(record: r.Record) -> str:
             return f"{stream}: {unread(trouble)}; it is in quarantine for this epoch, after {trouble.tries} tries"
         case r.SparesKnown(node_id=node_id, parked=parked):
             return f"{node_id} has {parked} spare{'s' * (parked != 1)} parked"
+        case r.StateNoted(node_id=node_id, images=images):
+            return f"{node_id} holds {len(images)} part{'s' * (len(images) != 1)} of the state"
+        case r.StateSafe(safety=safety):
+            return f"the state is safe: {safe(safety)}"
+        case r.CheckpointPublished(step=step, url=url):
+            return f"checkpoint of step {step} is complete: {url}"
         case r.IncidentOpened(number=number, cause=cause):
             return f"incident {number}: {cause}"
         case r.IncidentDecided(number=number, strategy=strategy, why=why):
@@ -88,6 +95,17 @@ def sentence(record: r.Record) -> str:
             return f"{node_id} was refused: {why}"
         case _:
             assert_never(record)
+
+
+def safe(safety: Safety) -> str:
+    """What of the state survives what."""
+    known = [
+        (safety.memory, "in memory (survives all workers)"),
+        (safety.elsewhere, "on a second node (survives a node)"),
+        (safety.storage, "on storage (survives the job)"),
+    ]
+    said = [f"step {step} {where}" for step, where in known if step >= 0]
+    return ", ".join(said) or "nowhere but in its workers"
 
 
 def _witnessed(record: r.StepsWitnessed) -> str:

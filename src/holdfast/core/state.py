@@ -9,6 +9,7 @@ import msgspec
 from holdfast.core.copies import Layout, Seats
 from holdfast.core.events import NodeInfo, SessionInfo, Stumble
 from holdfast.core.faults import Failure
+from holdfast.core.kept import KeptImage, Safety
 from holdfast.core.ladder import Strategy
 from holdfast.core.leases import Streams
 from holdfast.core.ledger import Ledger
@@ -202,6 +203,16 @@ class Job:
     """Which samples the committed steps were made of."""
     streams: Streams = field(default_factory=Streams)
     """Which shards were leased, and which could not be read."""
+    images: dict[str, tuple[KeptImage, ...]] = field(default_factory=dict)
+    """By node that is alive: what of the state is in its memory."""
+    checkpoint: int = -1
+    """The step of the newest checkpoint of this job."""
+    checkpoint_url: str = ""
+    reloaded: int = -1
+    """The step in memory that all workers last started from without using up a restart."""
+    safety: Safety = Safety()
+    """As last written down."""
+    safety_at: float = 0.0
     incident: Incident | None = None
     incidents: list[IncidentClosed] = field(default_factory=list)
     incidents_opened: int = 0

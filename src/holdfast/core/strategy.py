@@ -27,7 +27,8 @@ Scripts that do not speak to Holdfast, and workers that have finished or hold no
     exit      no restart is left: the job ends with the cause
 
 What counts against `--max-restarts` is blame: a worker that failed by itself counts, and so do collateral errors whose
-cause nobody can name; a node that is lost, leaves or joins does not.
+cause nobody can name; a node that is lost, leaves or joins does not. Nor does a restart from snapshots in the nodes'
+memory, if no worker raised an error of its own and the snapshots are newer than those of the last such restart.
 
 A failover extension's advice goes before all this: abortion ends the job; global starts every worker anew, and counts;
 node sends the node away, which leaves one member less.
@@ -42,6 +43,7 @@ import msgspec
 from holdfast.core import plans
 from holdfast.core.copies import lack
 from holdfast.core.faults import is_collateral
+from holdfast.core.kept import whole_steps
 from holdfast.core.ladder import FailoverStrategy, Strategy
 from holdfast.core.plans import Damage, Plan
 from holdfast.core.state import Job
@@ -65,6 +67,8 @@ class Choice(msgspec.Struct, frozen=True):
     why: str
     plan: Plan | None = None
     """The next view, where workers are kept."""
+    reload: int = -1
+    """The step in the nodes' memory to start from, where they are not."""
 
 
 RUNGS: tuple[tuple[Strategy, Callable[[Job, Damage], Plan | None]], ...] = (
@@ -139,6 +143,9 @@ def _start_anew(job: Job, trouble: Trouble, reason: str) -> Choice:
     settings = job.settings
     blamed = any(not is_collateral(f) for f in job.failed.values()) or bool(own_errors(job))
     counted = blamed or (trouble.kind == "worker" and not members_gone(job))
+    reload = _in_memory(job)
+    if reload > job.reloaded and job.proved >= 0 and not any(f.exception for f in job.failed.values()):
+        counted = False  # nobody's error, nothing is lost, and it has come further than the last time
     prefix = f"{reason}; " if reason else ""
     if counted and job.restarts_used >= settings.restarts_max:
         left = "no restart is allowed" if not settings.restarts_max else "all restarts are used up"
@@ -147,7 +154,14 @@ def _start_anew(job: Job, trouble: Trouble, reason: str) -> Choice:
     if eligible < settings.nodes_min:
         return Choice(Strategy.WAIT, counted, f"{prefix}{eligible} of at least {settings.nodes_min} nodes are left")
     nodes = min(eligible, settings.nodes_max)
-    return Choice(Strategy.RESTART, counted, f"{prefix}{nodes} of {settings.nodes_max} nodes can go on")
+    why = f"{prefix}{nodes} of {settings.nodes_max} nodes can go on"
+    return Choice(Strategy.RESTART, counted, why, reload=reload)
+
+
+def _in_memory(job: Job) -> int:
+    """The newest step that is whole in the memory of the nodes that can go on; -1: none."""
+    able = {node_id for node_id, node in job.nodes.items() if node.eligible}
+    return max(whole_steps(one for node_id, held in job.images.items() if node_id in able for one in held), default=-1)
 
 
 def _why_not_online(job: Job) -> str:
@@ -157,4 +171,6 @@ def _why_not_online(job: Job) -> str:
     if job.done:
         return "some workers have finished already"
     missing = lack(living_holders(job)) if any(job.crew.values()) else "the workers have no state yet"
-    return f"{missing}, so all start from the last checkpoint"
+    step = _in_memory(job)
+    source = f"step {step} in the nodes' memory" if step >= 0 else "the last checkpoint"
+    return f"{missing}, so all start from {source}"

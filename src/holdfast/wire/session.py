@@ -2,8 +2,9 @@
 
 The worker speaks from a thread of its own, so that it hears a new view while its main thread hangs in a collective.
 
-    worker → agent     Enrol, Ready, Joined, Committed, Interrupted, Released, Skipped, Shards, Stacks
-    agent → worker     Welcome, Prepare, Assign, Revoke, Release, ShowStacks
+    worker → agent     Enrol, Ready, Joined, Committed, Interrupted, Released, Skipped, Shards, Stacks,
+                       NeedRoom, Sealed, AskHeld
+    agent → worker     Welcome, Prepare, Assign, Revoke, Release, ShowStacks, Room, Held
 
 A worker's life in these words:
 
@@ -130,6 +131,39 @@ class Stacks(msgspec.Struct, frozen=True, tag="stacks"):
     text: str
 
 
+class NeedRoom(msgspec.Struct, frozen=True, tag="need-room"):
+    """Two images of this size are needed for this worker's seat; see slots.py."""
+
+    size_bytes: int
+
+
+class Sealed(msgspec.Struct, frozen=True, tag="sealed"):
+    """A slot of this worker's seat holds a whole image of the state before this step."""
+
+    step: int
+    wanted: bool
+    """Whether it is to become a checkpoint; only then the rest is said."""
+    metrics: dict[str, float] = {}
+    notes: dict[str, str] = {}
+
+
+class AskHeld(msgspec.Struct, frozen=True, tag="ask-held"):
+    """Which images are in this node's memory?"""
+
+    request: int
+
+
+class Snapshots(msgspec.Struct, frozen=True, kw_only=True):
+    """When a worker is to copy its state for its agent to keep."""
+
+    every: int = 0
+    """Steps; 0: as often as it costs next to nothing; -1: never."""
+    checkpoint_every_steps: int = 0
+    checkpoint_every_s: float = 0.0
+    """How often one of them becomes a checkpoint; 0: never."""
+    checkpoint_at_end: bool = False
+
+
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
     """The answer to Enrol. Without a place, it is a spare."""
 
@@ -137,6 +171,7 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
     replicas: int
     """In-memory copies of each shard that other ranks are to hold."""
     checkpoint_dir: str
+    snapshots: Snapshots = Snapshots(every=-1)
 
 
 class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
@@ -168,5 +203,47 @@ class ShowStacks(msgspec.Struct, frozen=True, tag="show-stacks"):
     request: int
 
 
-FromWorker = Enrol | Ready | Joined | Committed | Interrupted | Closed | Released | Skipped | Shards | Stacks
-ToWorker = Welcome | Prepare | Assign | Revoke | Release | ShowStacks
+class Room(msgspec.Struct, frozen=True, kw_only=True, tag="room"):
+    """Where the images of the worker's seat are, or why there are none."""
+
+    directory: str
+    size_bytes: int
+    why: str = ""
+
+
+class HeldImage(msgspec.Struct, frozen=True, kw_only=True):
+    """An image in this node's memory: one part of the state before a step."""
+
+    path: str
+    step: int
+    part: int
+    shards: int
+    shares: int
+    size_bytes: int
+    seed: int
+    first_step: int
+    checksums: tuple[int, ...] = ()
+    """Of its blocks (storage/image.py), where they are known."""
+
+
+class Held(msgspec.Struct, frozen=True, tag="held"):
+    request: int
+    images: tuple[HeldImage, ...]
+
+
+FromWorker = (
+    Enrol
+    | Ready
+    | Joined
+    | Committed
+    | Interrupted
+    | Closed
+    | Released
+    | Skipped
+    | Shards
+    | Stacks
+    | NeedRoom
+    | Sealed
+    | AskHeld
+)
+ToWorker = Welcome | Prepare | Assign | Revoke | Release | ShowStacks | Room | Held

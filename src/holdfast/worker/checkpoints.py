@@ -1,48 +1,57 @@
-"""Checkpoints of the whole job, as its workers write and read them together (the format: state/checkpoint.py).
+"""Checkpoints of the whole job, as its workers write and read them together (their life on storage: storage/).
 
 Written by the survivors of a job that cannot go on: each shard by the lowest rank that has it, a dead rank's by one
-that keeps its replica. Every writer leaves a note beside its part; when all are through, rank 0 collects the notes
-into the manifest and publishes.
+that keeps its replica. When all are through, rank 0 publishes. (Everything else that becomes a checkpoint is written by
+the agents, from snapshots.)
 
-Read at the start of a job, by every rank for itself: the newest one that is whole.
+Read at the start of a job: the newest that every rank can load. One that is damaged for one rank is passed over by all.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
-from pathlib import Path
 
-import msgspec
+import torch
 
-from holdfast.errors import CheckpointError
-from holdfast.state import checkpoint
-from holdfast.state.checkpoint import Found, Part
-from holdfast.state.reshard import fetch_from, reshard
+from holdfast import __version__
+from holdfast.errors import CheckpointError, SettleError, StateError
+from holdfast.state.parts import FilePart, PartSource, RangePart, load_parts, write_image
 from holdfast.state.tracked import Tracked
 from holdfast.state.tree import Flat
+from holdfast.storage.catalogue import Catalogue, Found
+from holdfast.storage.manifest import About
+from holdfast.storage.stores import open_store
+from holdfast.storage.writing import Writing
 from holdfast.wire.session import Place
 from holdfast.worker import groups
 
 SHARDS_A_RANK_MAX = 16
 """How many shards one rank may offer to write: its own, and the replicas it keeps."""
 
+log = logging.getLogger(__name__)
 
-def write(root: Path, step: int, held: Mapping[int, Flat], shards: int, place: Place, seed: int) -> None:
+
+def write(url: str, step: int, held: Mapping[int, Flat], shards: int, place: Place, seed: int) -> None:
     """Our part of a checkpoint of the state before `step`, from the shards we hold; rank 0 publishes it."""
-    nonce = f"view{place.view}"
-    folder = checkpoint.partial_path(root, step, nonce)
-    for shard in _ours(held, place.rank):
-        part = checkpoint.write_part(root, step, nonce, shard, held[shard])
-        (folder / f"part-{shard}.json").write_bytes(msgspec.json.encode(part))
-    groups.agree((step,))
-    if place.rank == 0:
-        parts = _collect(folder, shards)
-        manifest = checkpoint.manifest_of(
-            step, place.world_size, parts, seed=seed, view=place.view, created_unix_s=time.time()
-        )
-        checkpoint.publish(root, step, nonce, manifest)
-    groups.agree((step,))
+    about = About(
+        step=step,
+        world_size=place.world_size,
+        shards=shards,
+        view=place.view,
+        seed=seed,
+        created_unix_s=time.time(),
+        versions={"holdfast": __version__, "torch": torch.__version__},
+    )
+    with Writing(open_store(url), about, f"dump-v{place.view}") as writing:
+        for shard in _ours(held, place.rank):
+            with memoryview(write_image(held[shard], 1, 0)) as image:
+                writing.write_part(shard, image)
+        groups.agree((step,))
+        if place.rank == 0 and writing.publish() is None:
+            raise CheckpointError(f"{url} lacks parts of step {step}: give all nodes a --checkpoint-dir that they share")
+        groups.agree((step,))
 
 
 def _ours(held: Mapping[int, Flat], rank: int) -> list[int]:
@@ -52,26 +61,94 @@ def _ours(held: Mapping[int, Flat], rank: int) -> list[int]:
     return [shard for shard in offered if not any(shard in row for row in rows[:rank])]
 
 
-def _collect(folder: Path, shards: int) -> list[Part]:
-    notes = [folder / f"part-{shard}.json" for shard in range(shards)]
-    if missing := [note.stem for note in notes if not note.exists()]:
-        raise CheckpointError(
-            f"{folder} lacks {', '.join(missing)}: give all nodes a --checkpoint-dir on storage they share"
+# --- reading
+
+
+def newest(url: str, before: int | None = None) -> Found | None:
+    """The newest that can be opened, of a step below `before`; what is wrong with newer ones is said."""
+    catalogue = Catalogue(open_store(url))
+    for step in catalogue.shelf.steps():
+        if before is not None and step >= before:
+            continue
+        try:
+            return catalogue.open(step)
+        except CheckpointError as error:
+            log.warning("checkpoint passed over: %s", error)
+    return None
+
+
+def restore(url: str, tracked: Tracked, rank: int, shards: int) -> Found | None:
+    """Load the newest checkpoint there is, whatever world wrote it; None if there is none. All ranks together: what one
+    of them cannot load, nobody uses."""
+    before: int | None = None
+    while (step := _agreed_step(url, before)) >= 0:
+        found, trouble = _try_to_load(url, step, tracked, rank, shards)
+        if not groups.agree((int(bool(trouble)),))[0]:
+            return found
+        log.warning("checkpoint of step %d passed over: %s", step, trouble or "another rank cannot load it")
+        before = step
+    if before is not None:
+        raise CheckpointError(f"{url} has no checkpoint that every rank can load: see the warnings above")
+    return None
+
+
+def _agreed_step(url: str, before: int | None) -> int:
+    """The newest that every rank sees; -1 if there is none."""
+    found = newest(url, before)
+    step = found.step if found is not None else -1
+    highest, lowest = groups.agree((step, -step))
+    if -lowest < 0 <= highest:
+        raise SettleError(
+            f"some ranks see a checkpoint of step {highest}, others none: give all nodes the same --checkpoint-dir, on"
+            " storage they share"
         )
-    parts = [msgspec.json.decode(note.read_bytes(), type=Part) for note in notes]
-    for note in notes:
-        note.unlink()
-    return parts
+    return -lowest
 
 
-def restore(root: Path, tracked: Tracked, rank: int, shards: int) -> Found | None:
-    """Load the newest checkpoint there is, whatever world wrote it; None if there is none."""
-    found = checkpoint.latest(root)
-    if found is None:
-        return None
-    if found.manifest.shards == shards:
-        tracked.load(checkpoint.read(found, rank % shards))
-    else:
-        flats = [checkpoint.read(found, shard) for shard in range(found.manifest.shards)]
-        reshard(checkpoint.skeletons(found), fetch_from(flats), tracked)
-    return found
+def _try_to_load(url: str, step: int, tracked: Tracked, rank: int, shards: int) -> tuple[Found | None, str]:
+    try:
+        catalogue = Catalogue(open_store(url))
+        found = catalogue.open(step)
+        with catalogue.reading(found):
+            load(found, tracked, rank, shards)
+    except (CheckpointError, StateError) as error:
+        return None, str(error)
+    return found, ""
+
+
+def load(found: Found, tracked: Tracked, rank: int, shards: int) -> None:
+    """The state of one rank, verified; resharded if the world is cut otherwise."""
+    about = found.about
+    sources = _Sources(found)
+    try:
+        load_parts(sources, about.shards, about.shares, tracked, shard=rank % shards if about.shards == shards else None)
+    finally:
+        sources.close()
+
+
+class _Sources(dict[int, PartSource]):
+    """The parts of a checkpoint, each opened when it is first needed."""
+
+    def __init__(self, found: Found) -> None:
+        super().__init__()
+        self._found = found
+
+    def __contains__(self, number: object) -> bool:
+        return isinstance(number, int) and 0 <= number < len(self._found.manifest.parts)
+
+    def __missing__(self, number: int) -> PartSource:
+        found, part = self._found, self._found.manifest.parts[number]
+        checksums = [part.checksum(block) for block in range(part.blocks)]
+        store, name = found.store, found.name(part)
+        if store.local is not None:
+            self[number] = FilePart(store.local / name, checksums)
+        else:
+            self[number] = RangePart(
+                lambda start, size: store.read(name, start, size), part.size_bytes, checksums, f"{store.url}/{name}"
+            )
+        return self[number]
+
+    def close(self) -> None:
+        for source in self.values():
+            if isinstance(source, FilePart):
+                source.close()

@@ -13,7 +13,6 @@ It is always in one of these places, and each knows what to do about a view that
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -27,12 +26,13 @@ from holdfast.state.snapshot import Snapshot
 from holdfast.state.tracked import Tracked
 from holdfast.wire.progress import Phase
 from holdfast.wire.session import Closed, Committed, Joined, Ready, Shards
-from holdfast.worker import checkpoints, elastic, groups, resharding, restoring
+from holdfast.worker import checkpoints, elastic, groups, recalling, resharding, restoring
 from holdfast.worker.launch import Launch
 from holdfast.worker.membership import bare
 from holdfast.worker.models import align_buffers, is_sharded, reset_models, shards_of
 from holdfast.worker.replicas import Ring
 from holdfast.worker.settling import Settlement, Standing
+from holdfast.worker.snapshots import Cut, Snapshots
 from holdfast.worker.transaction import TRIAL_STEPS, Copy, RepeatStep, Transaction
 from holdfast.worker.witness import Witness, describe, mark_of
 
@@ -63,6 +63,7 @@ class Engine:
         self._ring: Ring | None = None
         self._keeps_copy = True
         self._transaction: Transaction | None = None
+        self._snapshots: Snapshots | None = None
         self._witness = Witness(self._page)
         groups.on_collective(self._on_collective)
 
@@ -85,15 +86,30 @@ class Engine:
     # --- into the views
 
     def restore(self) -> None:
-        """Everything is tracked: go on from the last checkpoint, if there is one and nobody trains already."""
+        """Everything is tracked: go on from what the agents have in memory, or from the last checkpoint, whichever is
+        newer, if there is one and nobody trains already."""
         self._shards = shards_of(self._tracked.modules().values())
         self._shard = dist.get_rank() % self._shards
         if self._builds_alone or not self._launched.checkpoint_dir:
             return
-        root = Path(self._launched.checkpoint_dir)
-        if found := checkpoints.restore(root, self._tracked, dist.get_rank(), self._shards):
+        if recalled := self._recall():
+            self.next_step, self._seed, self._first_step = recalled.step, recalled.seed, recalled.step
+        elif found := checkpoints.restore(
+            self._launched.checkpoint_dir, self._tracked, dist.get_rank(), self._shards
+        ):
             self.next_step = self._first_step = found.step
-            self._seed = found.manifest.seed
+            self._seed = found.about.seed
+
+    def _recall(self) -> recalling.Choice | None:
+        place = self.membership.place if self.membership else None
+        if self._line is None or place is None or self._launched.snapshots.every < 0:
+            return None
+        stored = checkpoints.newest(self._launched.checkpoint_dir)
+        (newer_than,) = groups.agree((stored.step if stored else -1,))
+        held = self._line.held()
+        return recalling.recall(
+            held, place.local_rank, place.local_world_size, self._shards, self._tracked, newer_than
+        )
 
     def begin(self) -> None:
         """At the first step: everything is built and tracked. A spare waits here for its call."""
@@ -103,6 +119,8 @@ class Engine:
             self._keeps_copy = False
             self._seed = self._seed if self._seed is not None else torch.initial_seed()
             return
+        if self._launched.snapshots.every >= 0:
+            self._snapshots = Snapshots(self._line, self._tracked, self._launched.snapshots)
         self._page.move(phase=Phase.PARKED)
         self._witness.attach(self._witnessed().values())
         self._line.tell(Ready(self._session_info(), describe(self._witnessed())))
@@ -119,6 +137,8 @@ class Engine:
                 for step in (self.next_step, self.next_step + 1)
                 for shard, copy in self._ring.copies_at(step, self._shard).items()
             ]
+        if self._snapshots is not None:
+            self._snapshots.close()
         self._tracked, self._ring, self._transaction, self._settlement = tracked, None, None, None
         self._builds_alone, self._is_filled = True, False
         self._change_at = 0
@@ -163,6 +183,9 @@ class Engine:
             self._ring.exchange(self.next_step)
             groups.agree((self.next_step,))
             self._ring.promote()
+        if self._snapshots is not None:
+            cut = Cut(self._shards, place.world_size // self._shards, place.rank)
+            self._snapshots.enter(cut, place.view, self.seed, self._first_step, place.group_world_size)
         self._is_filled = True
         self.transaction.updated_before = not self._tracked.is_accumulating
         self._page.move(view=place.view, step=self.next_step, phase=Phase.BETWEEN)
@@ -210,9 +233,17 @@ class Engine:
         number = self.next_step
         self._page.move(step=number, phase=Phase.BODY, collectives=0)
         self._begin_witness()
+        if self._snapshots is not None:
+            self._snapshots.begin(number)
         self.transaction.keeps_copy = self._keeps_copy
         self.transaction.begin()
         set_generators(slot_key(self.seed, number, dist.get_rank()))
+
+    def before_update(self, optimizer: Any) -> None:
+        """An optimizer is about to change its parameters."""
+        if self._snapshots is not None:
+            self._snapshots.join(optimizer)
+        self.transaction.before_update()
 
     def end_step(self, error: BaseException | None) -> bool:
         """Whether the step is to be repeated. Raises what is not ours to deal with."""
@@ -243,12 +274,16 @@ class Engine:
     def _repeat(self) -> None:
         self._at_barrier = False
         self._witness.settle(self.next_step)
+        if self._snapshots is not None:
+            self._snapshots.join(None)
         self.transaction.undo()
 
     def _finished(self) -> None:
         self.next_step += 1
         self._tracked.is_accumulating = not self.transaction.has_updated
         self._page.move(phase=Phase.BETWEEN)
+        if self._snapshots is not None:
+            self._snapshots.poll()
         for loader in self._loaders():
             loader.commit_drawn()
         if self.membership is None or self._line is None:
@@ -302,14 +337,17 @@ class Engine:
         assert self._line is not None
         tail, dear = int(self.transaction.saw_tail), int(self.transaction.is_copy_dear)
         mark = mark_of(self._witnessed().values())
-        step, unlike, told, any_tail, any_dear, data, unlike_data = groups.agree(
-            (self.next_step, -self.next_step, self._line.told_view, tail, dear, mark, -mark)
+        kept = self._snapshots.words(self.next_step) if self._snapshots is not None else ()
+        step, unlike, told, any_tail, any_dear, data, unlike_data, *kept_by_all = groups.agree(
+            (self.next_step, -self.next_step, self._line.told_view, tail, dear, mark, -mark, *kept)
         )
         if step != -unlike:
             raise SettleError(f"the ranks are at steps {-unlike} to {step}: they do not run the same program")
         if data != -unlike_data:
             raise SettleError("the ranks' loaders are at different steps, or skip different ones: do it on every rank")
         self._change_at = told
+        if self._snapshots is not None:
+            self._snapshots.agreed(self.next_step, kept_by_all)
         trial = self.next_step + 1 < self._first_step + TRIAL_STEPS
         self._keeps_copy = bool(any_tail) or not any_dear or trial or self._ring is not None
 
@@ -343,6 +381,9 @@ class Engine:
 
     def leave(self) -> None:
         """No more steps: what the script does from now on is not repaired."""
+        if self._snapshots is not None:
+            self._snapshots.take_last(self.next_step)
+            self._snapshots.close()
         self._page.move(phase=Phase.ENDED)
         if self._line is not None and self.membership is not None:
             self._line.tell(Closed(self.membership.view, self.next_step))
@@ -356,7 +397,7 @@ class Engine:
             offers = self._offers(self.next_step)
             shards = resharding.choose(offers, self.next_step).shards
             held = {shard: copy.flat() for (cut, shard), copy in offers.items() if cut == shards}
-        checkpoints.write(Path(directory), self.next_step, held, shards, place, self.seed)
+        checkpoints.write(directory, self.next_step, held, shards, place, self.seed)
         self._page.move(phase=Phase.ENDED)
         raise SystemExit(0)
 

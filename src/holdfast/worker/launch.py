@@ -24,7 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 from holdfast.core.events import SessionInfo
 from holdfast.errors import UsageError
 from holdfast.wire.progress import Phase, ProgressPage
-from holdfast.wire.session import Place, Ready
+from holdfast.wire.session import Place, Ready, Snapshots
 from holdfast.worker import elastic, fully_sharded, groups
 from holdfast.worker.line import SOCKET_VARIABLE, WORKER_VARIABLE, Line
 from holdfast.worker.membership import Membership, announce, connect
@@ -42,6 +42,7 @@ class Launch:
     """None: nobody repairs this run."""
     replicas: int = 0
     checkpoint_dir: str = ""
+    snapshots: Snapshots = Snapshots(every=-1)
     is_newcomer: bool = False
     """Whether the others train already: our group is make-believe until we join them."""
 
@@ -79,7 +80,9 @@ def _under_agent(timeout: timedelta) -> Launch:
         view = elastic.NEVER_OVER if store is None else place.view
         groups.start(place.rank, place.world_size, store, view=view, timeout=timeout)
         page.move(view=place.view)
-    return Launch(line, page, membership, welcome.replicas, welcome.checkpoint_dir, is_newcomer)
+    return Launch(
+        line, page, membership, welcome.replicas, welcome.checkpoint_dir, welcome.snapshots, is_newcomer
+    )
 
 
 def _as_spare(line: Line, page: ProgressPage, timeout: timedelta) -> Place | None:

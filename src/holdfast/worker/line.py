@@ -21,13 +21,17 @@ import msgspec
 from holdfast.errors import LaunchError, WireError
 from holdfast.wire.local import FrameReader, send, socket_address
 from holdfast.wire.session import (
+    AskHeld,
     Assign,
     Enrol,
     FromWorker,
+    Held,
+    HeldImage,
     Place,
     Prepare,
     Release,
     Revoke,
+    Room,
     ShowStacks,
     Stacks,
     ToWorker,
@@ -54,6 +58,10 @@ class Line:
         self._prepare: Prepare | None = None
         self._welcome: Welcome | None = None
         self._release = 0
+        self._held: dict[int, tuple[HeldImage, ...]] = {}
+        self._requests = 0
+        self.room: Room | None = None
+        """For the images of this worker's state, the newest that the agent has made; see snapshots.py."""
         self._is_lost = False
         self._socket = socket.socket(socket.AF_UNIX)
         try:
@@ -88,6 +96,16 @@ class Line:
             if self._place is None or self._release > self._place.view:
                 return None
             return self._place
+
+    def held(self) -> tuple[HeldImage, ...]:
+        """The images that are in the agent's memory."""
+        with self._changed:
+            self._requests += 1
+            request = self._requests
+        self.tell(AskHeld(request))
+        with self._changed:
+            self._wait(lambda: request in self._held)
+            return self._held.pop(request)
 
     @property
     def told_view(self) -> int:
@@ -142,6 +160,12 @@ class Line:
                 self._keep(release=view)
             case ShowStacks(request=request):
                 self.tell(Stacks(request, stacks_of_all_threads()))
+            case Room():
+                self.room = message
+            case Held(request=request, images=images):
+                with self._changed:
+                    self._held[request] = images
+                    self._changed.notify_all()
 
     def _keep(
         self,

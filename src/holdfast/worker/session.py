@@ -165,11 +165,11 @@ class Job:
 
     # --- a step's own business
 
-    def _before_update(self, *_: Any) -> None:
+    def _before_update(self, optimizer: Any, *_: Any) -> None:
         if self._engine.is_stepping:
             if self._canonical is not None:
                 self._canonical.before_update()
-            self._engine.transaction.before_update()
+            self._engine.before_update(optimizer)
 
     def _begin_step(self, step: Step) -> None:
         self._engine.begin_step()

@@ -1,0 +1,120 @@
+"""The agent's part in keeping the workers' state: room for their snapshots, checkpoints from them, the end.
+
+    a worker needs room        the vault makes it, and the worker is told
+    a snapshot is sealed       if it is wanted as a checkpoint, it is written to storage in the background
+    a worker asks what is held when all start anew: their state is in this node's memory
+    the job ends               what is being written is waited for; a job that failed leaves its newest state behind
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from holdfast.agent.config import AgentConfig
+from holdfast.agent.persister import Persister
+from holdfast.agent.reports import Reports
+from holdfast.agent.vault import Vault, clear_orphans
+from holdfast.agent.workers import Worker
+from holdfast.core.kept import KeptImage
+from holdfast.errors import HoldfastError
+from holdfast.storage.catalogue import Catalogue
+from holdfast.storage.stores import open_store
+from holdfast.wire.session import Held, Sealed
+
+SAY_EVERY_S = 1.0
+"""How soon the master hears of a new snapshot. When a worker ends it hears at once."""
+
+log = structlog.get_logger("agent")
+
+
+class StateKeeper:
+    """One for the life of an agent."""
+
+    def __init__(self, config: AgentConfig, reports: Reports) -> None:
+        self._config, self._reports = config, reports
+        self._said: tuple[KeptImage, ...] = ()
+        self._saying: asyncio.TimerHandle | None = None
+        self.is_on = config.snapshots.every >= 0 and bool(config.snapshot_dir)
+        self.vault = Vault(Path(config.snapshot_dir or "/dev/shm"), config.node_id)
+        self.persister = Persister(self.vault, config.checkpoint_keep, reports.checkpointed)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def open(self, job_id: str, checkpoint_url: str) -> None:
+        """The job has a name."""
+        if self.is_on and not self.vault.is_open:
+            clear_orphans(Path(self._config.snapshot_dir))
+            self.vault.open(job_id)
+        self.persister.open(job_id, checkpoint_url)
+
+    def need_room(self, worker: Worker, size_bytes: int) -> None:
+        """For a worker with a seat."""
+        if worker.seat is not None:
+            self._beside(self._make_room(worker, worker.seat, size_bytes))
+
+    async def _make_room(self, worker: Worker, seat: int, size_bytes: int) -> None:
+        worker.tell(await self.vault.grant(seat, size_bytes))
+
+    def sealed(self, worker: Worker, message: Sealed) -> None:
+        """A snapshot is whole."""
+        if message.wanted and worker.seat is not None:
+            self.persister.wanted(worker.seat, message)
+        if self._saying is None:
+            self._saying = asyncio.get_running_loop().call_later(SAY_EVERY_S, self.say)
+
+    def say(self, again: bool = False) -> None:
+        """Tell the master what is in memory, if it does not know; `again`: another master may not know anything."""
+        if self._saying is not None:
+            self._saying.cancel()
+            self._saying = None
+        records = [kept.record for kept in self.vault.kept()]
+        images = tuple(KeptImage(one.step, one.part, one.shards, one.shares) for one in records)
+        if images != self._said or (again and images):
+            self._said = images
+            self._reports.kept(images)
+
+    def tell_held(self, worker: Worker, request: int) -> None:
+        """What is here to start from."""
+        worker.tell(Held(request, self.vault.held()))
+
+    async def finish(self, is_success: bool, is_alone: bool) -> str:
+        """The workers are gone, the job is over: where its last state is, in words; empty if there is none."""
+        if is_success:
+            await self.persister.drain()
+        elif self.vault.is_open:
+            await self.persister.rescue(is_alone)
+        found = self.persister.newest
+        if is_success or found is not None or not self.vault.kept():
+            self.vault.remove()
+        else:
+            step = self.vault.kept()[0].record.step
+            log.warning(f"step {step} could not be brought to storage and stays in memory, in {self._config.snapshot_dir}")
+        return found.url if found is not None else ""
+
+    async def close(self) -> None:
+        if self._saying is not None:
+            self._saying.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.persister.close()
+        self.vault.close()
+
+    def _beside(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+async def find_last_checkpoint(url: str) -> str:
+    """The newest on storage, for a failed job's last words; empty where there is none, or nobody can look. Only the
+    names are looked at: the next start reads and checks."""
+    try:
+        found = await asyncio.to_thread(lambda: Catalogue(open_store(url)).latest(is_deep=False))
+    except (HoldfastError, OSError):
+        return ""
+    return found.url if found is not None else ""

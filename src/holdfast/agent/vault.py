@@ -1,0 +1,236 @@
+"""This node's memory of its workers' states: two images a seat (wire/slots.py), which outlive the workers.
+
+    <root>/<job>/<node>/owner       locked by the agent that lives
+                        seat-0/     control, image-0, image-1
+                        seat-1/     …
+
+The files have names, so that an agent that was killed and started again for the same job finds them. They are removed
+when the job is over, and when nobody has owned them for an hour.
+
+Room is made before a worker may use it: two images of what it asks for, with every page in place, if there is so much
+memory. If there is not, the worker is told why, and trains without snapshots.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import mmap
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from holdfast.wire.session import HeldImage, Room
+from holdfast.wire.slots import SLOTS, Record, Seat, map_image, populate, reading
+
+ROOM_STEP_BYTES = 4_096
+ORPHAN_AFTER_S = 3_600.0
+MEMORY_SPARED_BYTES = 256 * 2**20
+"""Of what the machine has free, never given to images."""
+
+log = structlog.get_logger("agent")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A whole image of one seat."""
+
+    seat: int
+    slot: int
+    record: Record
+
+
+class Vault:
+    """One for the life of an agent; `open` it when the job's name is known."""
+
+    def __init__(self, root: Path, node_id: str) -> None:
+        self._root, self._node_id = root, node_id
+        self._directory: Path | None = None
+        self._owner: int | None = None
+        self._seats: dict[int, Seat] = {}
+        self._checksums: dict[tuple[int, int], tuple[Record, tuple[int, ...]]] = {}
+        self._granting = asyncio.Lock()
+
+    @property
+    def is_open(self) -> bool:
+        return self._directory is not None
+
+    def open(self, job_id: str) -> None:
+        """Take over what an earlier life of this node has left of this job."""
+        directory = self._root / _name(job_id) / _name(self._node_id)
+        if directory == self._directory:
+            return
+        self.close()
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._owner = _lock(directory / "owner")
+        except OSError as error:
+            log.warning(f"no memory for snapshots at {directory}: {error.strerror or error}")
+            return
+        if self._owner is None:
+            log.warning(f"{directory} belongs to another agent that lives: this one keeps no snapshots")
+            return
+        self._directory = directory
+        for found in sorted(directory.glob("seat-*")):
+            self._seats[int(found.name.removeprefix("seat-"))] = Seat.create(found)
+
+    async def grant(self, seat: int, size_bytes: int) -> Room:
+        """Room for two images of a seat, or why there is none."""
+        if self._directory is None:
+            return Room(directory="", size_bytes=0, why="this agent has no place for snapshots")
+        async with self._granting:
+            directory = self._directory / f"seat-{seat}"
+            try:
+                return await asyncio.to_thread(self._make_room, seat, directory, size_bytes)
+            except OSError as error:
+                why = f"no room for snapshots in {directory}: {error.strerror or error}"
+                log.warning(why)
+                return Room(directory="", size_bytes=0, why=why)
+
+    def _make_room(self, number: int, directory: Path, size_bytes: int) -> Room:
+        size_bytes = -(-size_bytes // ROOM_STEP_BYTES) * ROOM_STEP_BYTES
+        seat = self._seats.get(number) or Seat.create(directory)
+        if (has_bytes := seat.room_bytes()) < size_bytes:
+            if why := _shortage(directory, SLOTS * (size_bytes - has_bytes)):
+                log.warning(why)
+                return Room(directory="", size_bytes=0, why=why)
+            for slot in range(SLOTS):
+                _extend(seat.path(slot), size_bytes)
+            log.info(f"local rank {number} has room for snapshots: {SLOTS} × {size_bytes / 2**20:.0f} MiB")
+        self._seats[number] = seat
+        return Room(directory=str(directory), size_bytes=max(size_bytes, has_bytes))
+
+    # --- what is in it
+
+    def kept(self) -> list[Kept]:
+        """The whole images of all seats, the newest first."""
+        found = [Kept(seat, slot, r) for seat, page in self._seats.items() for slot, r in page.sealed().items()]
+        return sorted(found, key=lambda one: -one.record.step)
+
+    def seat(self, number: int) -> Seat | None:
+        return self._seats.get(number)
+
+    @contextmanager
+    def reading(self, kept: Kept) -> Iterator[mmap.mmap | None]:
+        """Its bytes, which stay as they are meanwhile; None if it was overwritten."""
+        with reading(self._seats[kept.seat], kept.slot, kept.record) as memory:
+            yield memory
+
+    def note_checksums(self, kept: Kept, checksums: Sequence[int]) -> None:
+        """Of an image that was read for storage or for another node."""
+        self._checksums[kept.seat, kept.slot] = kept.record, tuple(checksums)
+
+    def held(self) -> tuple[HeldImage, ...]:
+        """What workers may restore from."""
+        return tuple(self._held(kept) for kept in self.kept())
+
+    def _held(self, kept: Kept) -> HeldImage:
+        record = kept.record
+        known, checksums = self._checksums.get((kept.seat, kept.slot), (None, ()))
+        return HeldImage(
+            path=str(self._seats[kept.seat].path(kept.slot)),
+            step=record.step,
+            part=record.part,
+            shards=record.shards,
+            shares=record.shares,
+            size_bytes=record.size_bytes,
+            seed=record.seed,
+            first_step=record.first_step,
+            checksums=checksums if known == record else (),
+        )
+
+    # --- the end
+
+    def remove(self) -> None:
+        """The job is over, and what was worth keeping is on storage."""
+        directory = self._directory
+        self.close()
+        if directory is not None:
+            shutil.rmtree(directory, ignore_errors=True)
+            _remove_empty(directory.parent, self._root)
+
+    def close(self) -> None:
+        """Let go of it; the files stay."""
+        for seat in self._seats.values():
+            seat.close()
+        self._seats.clear()
+        if self._owner is not None:
+            os.close(self._owner)
+        self._owner = self._directory = None
+
+
+def clear_orphans(root: Path) -> None:
+    """Remove what agents that are dead for long have left behind: memory is too dear to keep it for ever."""
+    for directory in root.glob("*/*"):
+        try:
+            if time.time() - (directory / "owner").stat().st_mtime < ORPHAN_AFTER_S:
+                continue
+            owner = _lock(directory / "owner")
+        except OSError:
+            continue
+        if owner is not None:
+            log.info(f"removing snapshots that nobody has owned for an hour: {directory}")
+            shutil.rmtree(directory, ignore_errors=True)
+            os.close(owner)
+            _remove_empty(directory.parent, root)
+
+
+def _lock(path: Path) -> int | None:
+    """The descriptor that holds the lock; None if somebody else does."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    os.utime(path)
+    return descriptor
+
+
+def _extend(path: Path, size_bytes: int) -> None:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, size_bytes)
+    finally:
+        os.close(descriptor)
+    memory = map_image(path, size_bytes, is_writable=True)
+    populate(memory)
+    memory.close()
+
+
+def _shortage(directory: Path, needed_bytes: int) -> str:
+    """Why so much more cannot be had; empty if it can."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    space = os.statvfs(directory)
+    free_bytes = min(space.f_bavail * space.f_frsize, _memory_available_bytes() - MEMORY_SPARED_BYTES)
+    if needed_bytes <= free_bytes:
+        return ""
+    return (
+        f"snapshots need {needed_bytes / 2**20:.0f} MiB more in {directory}, {max(free_bytes, 0) / 2**20:.0f} MiB are"
+        " free: give the node more memory, or turn them off (--snapshots off)"
+    )
+
+
+def _memory_available_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 2**62
+
+
+def _name(text: str) -> str:
+    return text.replace("/", "_").replace("\0", "_").lstrip(".") or "_"
+
+
+def _remove_empty(directory: Path, root: Path) -> None:
+    try:
+        directory.rmdir()
+        root.rmdir()
+    except OSError:
+        pass  # others live there

@@ -1,0 +1,213 @@
+"""Copies tensors while the training goes on; whoever cannot wait takes over what is left.
+
+Parameters and optimizer state do not change between two updates, so they can be copied during the next forward and
+backward. A thread of the lowest priority (SCHED_IDLE) does it, with what the processors have left over; the update that
+comes too early calls `join`, which does the rest itself, for its own tensors only. Where a core is free nobody waits;
+where none is, it costs what a copy in the open would.
+
+A tensor that changed while it was copied (its version moved) spoils the copy. The thread that copies the last piece
+looks, and says so: `on_done(spoiled)` is called once, by whichever thread that was.
+
+Device tensors are first copied into pinned memory on a stream of their own, behind what the device is doing now; an
+update on the device waits for that, not the host. The thread moves them on when they have arrived.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+PIECE_BYTES = 4 * 2**20
+"""Half a millisecond's work: so long may an update wait for a piece that the thread has begun."""
+THREAD_NAME = "holdfast-copier"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A tensor to copy, and who must not change it before it is."""
+
+    target: torch.Tensor
+    source: torch.Tensor
+    owner: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    target: torch.Tensor
+    source: torch.Tensor
+    owner: int
+    arrived: torch.Event | None = None
+    """Of one that comes from a device: the source is pinned memory that is being filled."""
+
+
+class Work:
+    """Tasks cut into pieces: made once, copied many times."""
+
+    def __init__(self, tasks: Iterable[Task]) -> None:
+        self.tasks = list(tasks)
+        self._staging: dict[int, torch.Tensor] = {}
+        self._on_host = [piece for task in self.tasks if task.source.is_cpu for piece in _pieces(task)]
+        self._on_device = [task for task in self.tasks if not task.source.is_cpu]
+
+    def begin(self) -> list[_Piece]:
+        """The pieces of one copy. Device tensors set out at once."""
+        return self._on_host + self._from_device()
+
+    def _from_device(self) -> list[_Piece]:
+        if not self._on_device:
+            return []
+        device = self._on_device[0].source.device
+        side, current = torch.Stream(device), torch.accelerator.current_stream(device)
+        side.wait_stream(current)
+        with side:
+            for index, task in enumerate(self._on_device):
+                self._pinned(index, task).copy_(task.source, non_blocking=True)
+            arrived = torch.Event(device)
+            arrived.record(side)
+        return [
+            _Piece(task.target, self._pinned(index, task), task.owner, arrived)
+            for index, task in enumerate(self._on_device)
+        ]
+
+    def _pinned(self, index: int, task: Task) -> torch.Tensor:
+        if index not in self._staging:
+            self._staging[index] = torch.empty_like(task.source, device="cpu", pin_memory=True)
+        return self._staging[index]
+
+
+class Copy:
+    """One copy under way."""
+
+    def __init__(self, work: Work, on_done: Callable[[bool], None]) -> None:
+        self._on_done = on_done
+        self._changed = threading.Condition()
+        self._versions = [(task.source, task.source._version) for task in work.tasks if task.source.is_cpu]
+        self._arrived: torch.Event | None = None
+        self._waiting: dict[int, deque[_Piece]] = {}
+        self._left: dict[int, int] = {}
+        self._in_all = 0
+        for piece in work.begin():
+            self._waiting.setdefault(piece.owner, deque()).append(piece)
+            self._left[piece.owner] = self._left.get(piece.owner, 0) + 1
+            self._in_all += 1
+            self._arrived = self._arrived or piece.arrived
+        self.is_over = False
+        if not self._in_all:
+            with self._changed:
+                self._finish()
+
+    def join(self, owner: int | None = None) -> None:
+        """Return when the tensors of an owner, or all, may change. What nobody has begun is done here and now. Those of
+        a device are safe in pinned memory once its stream has passed the copy, which the device waits for by itself."""
+        if self._arrived is not None:
+            torch.accelerator.current_stream().wait_event(self._arrived)
+        owners = list(self._left) if owner is None else [owner]
+        for one in owners:
+            while (piece := self._take(one, is_patient=False)) is not None:
+                self._copy(piece)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self.is_over or all(self._busy(one) == 0 for one in owners)
+            )
+
+    def work_off(self) -> None:
+        """The thread's part: everything that is left, whoever owns it."""
+        for owner in list(self._left):
+            while (piece := self._take(owner, is_patient=True)) is not None:
+                self._copy(piece)
+
+    def abandon(self) -> None:
+        """Nobody wants it any more. Returns when nobody writes to the targets any more; `on_done` is not called."""
+        with self._changed:
+            dropped = {owner: len(pieces) for owner, pieces in self._waiting.items()}
+            for owner, count in dropped.items():
+                self._waiting[owner].clear()
+                self._left[owner] -= count
+                self._in_all -= count
+            was_over, self.is_over = self.is_over, True
+            if not was_over:
+                self._changed.wait_for(lambda: self._in_all == 0)
+
+    def _busy(self, owner: int) -> int:
+        """Pieces of host memory that are not copied yet."""
+        return self._left.get(owner, 0) - sum(piece.arrived is not None for piece in self._waiting.get(owner, ()))
+
+    def _take(self, owner: int, *, is_patient: bool) -> _Piece | None:
+        """The next piece. One that comes from a device is left to those who can wait for it."""
+        with self._changed:
+            pieces = self._waiting.get(owner)
+            if not pieces or (pieces[0].arrived is not None and not is_patient):
+                return None
+            return pieces.popleft()
+
+    def _copy(self, piece: _Piece) -> None:
+        if piece.arrived is not None:
+            piece.arrived.synchronize()
+        with torch.no_grad():
+            piece.target.copy_(piece.source)
+        with self._changed:
+            self._left[piece.owner] -= 1
+            self._in_all -= 1
+            is_last = self._in_all == 0 and not self.is_over
+            if not self._left[piece.owner] or not self._in_all:
+                self._changed.notify_all()
+            if is_last:
+                self._finish()
+
+    def _finish(self) -> None:
+        self.is_over = True
+        self._on_done(any(tensor._version != version for tensor, version in self._versions))
+        self._changed.notify_all()
+
+
+class Copier:
+    """The thread. One a process; it sleeps while there is nothing to copy."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._next: Copy | None = None
+        self._is_started = False
+
+    def start(self, work: Work, on_done: Callable[[bool], None]) -> Copy:
+        """Begin a copy. The one before must be over."""
+        copy = Copy(work, on_done)
+        if not copy.is_over:
+            if not self._is_started:
+                self._is_started = True
+                threading.Thread(target=self._run, name=THREAD_NAME, daemon=True).start()
+            with self._changed:
+                self._next = copy
+                self._changed.notify()
+        return copy
+
+    def _run(self) -> None:
+        torch.set_num_threads(1)
+        try:
+            os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
+        except OSError:
+            pass  # a sandbox that does not allow it: an ordinary thread, then
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._next is not None)
+                copy, self._next = self._next, None
+            assert copy is not None
+            copy.work_off()
+
+
+def _pieces(task: Task) -> Sequence[_Piece]:
+    """Of a large tensor many, so that two can share the work."""
+    source, target = task.source.detach(), task.target
+    size_bytes = source.numel() * source.element_size()
+    if size_bytes <= PIECE_BYTES or not source.is_contiguous() or not target.is_contiguous():
+        return [_Piece(target, source, task.owner)] if size_bytes else []
+    count = PIECE_BYTES // source.element_size()
+    flat_source, flat_target = source.view(-1), target.view(-1)
+    return [
+        _Piece(flat_target[at : at + count], flat_source[at : at + count], task.owner)
+        for at in range(0, source.numel(), count)
+    ]

@@ -1,0 +1,216 @@
+"""Two images of a worker's state in memory that its agent owns, so that they outlive the worker: a seat's slots.
+
+    <vault>/seat-3/control     one page: what each slot holds, and how far the copying of states has come
+                   image-0     the state before some step, as the very file a checkpoint has (storage/image.py)
+                   image-1     that of another one
+
+A slot is EMPTY → WRITING → SEALED(step). A worker that dies while it writes leaves WRITING behind, which nobody reads.
+A record carries a checksum of itself: one that was torn counts as EMPTY.
+
+The rule of the slots: the image of the last step that is known to be whole on *every* rank is not overwritten. Ranks
+learn of it at each commit (`whole`), so at every moment there is a step that all can restore, without a barrier of its
+own.
+
+Who reads an image (the agent that persists or replicates it, a worker that restores from it) holds a shared lock on its
+file, who writes it an exclusive one. Nobody waits for a lock: a worker whose slot is being read leaves a snapshot out.
+The kernel takes the locks back from whoever dies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from pathlib import Path
+from typing import NamedTuple
+
+SLOTS = 2
+PAGE_BYTES = 4_096
+MAGIC = 0x484F4C44534C4F54
+COUNTERS = ("magic", "whole", "every", "cost_ns", "step_ns", "taken", "skipped", "spoiled")
+"""`whole`: the last step known to be whole on every rank. `every`: a snapshot each so many steps. `cost_ns`: what one
+keeps the training waiting. `step_ns`: of a step. How many were taken, left out as no slot was free, and given up as the
+state changed under the copy."""
+_WORD = struct.Struct("=q")
+_WORDS = struct.Struct("=11q")
+_RECORD = struct.Struct("=11qI4x")
+_RECORDS_AT = 1_024
+_AT = {name: index * _WORD.size for index, name in enumerate(COUNTERS)}
+MADV_POPULATE_WRITE = 23
+
+
+class Status(IntEnum):
+    EMPTY = 0
+    WRITING = 1
+    SEALED = 2
+
+
+class Record(NamedTuple):
+    """What a slot holds."""
+
+    status: Status
+    step: int = -1
+    """The next one to run: as many are done."""
+    view: int = 0
+    part: int = 0
+    shards: int = 1
+    shares: int = 1
+    """Into how many the state is cut, and each shard of it; `part` is one of shards × shares."""
+    size_bytes: int = 0
+    seed: int = 0
+    first_step: int = 0
+    wanted: int = 0
+    """Whether it is to become a checkpoint."""
+    created_ns: int = 0
+
+    @property
+    def parts(self) -> int:
+        """Into how many the whole state is cut."""
+        return self.shards * self.shares
+
+
+EMPTY = Record(Status.EMPTY)
+
+
+class Seat:
+    """The slots of one seat, as worker and agent see them."""
+
+    def __init__(self, directory: Path, page: mmap.mmap) -> None:
+        self.directory, self._page = directory, page
+
+    @classmethod
+    def create(cls, directory: Path) -> Seat:
+        """By the agent. One that is there already is kept, with what it holds."""
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(directory / "control", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(descriptor, PAGE_BYTES)
+            seat = cls(directory, mmap.mmap(descriptor, PAGE_BYTES))
+        finally:
+            os.close(descriptor)
+        if seat.get("magic") != MAGIC:
+            seat.put(whole=-1, magic=MAGIC)
+        return seat
+
+    @classmethod
+    def open(cls, directory: Path) -> Seat:
+        """By a worker. Raises OSError or ValueError if it is not there, or not what it should be."""
+        descriptor = os.open(directory / "control", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            seat = cls(directory, mmap.mmap(descriptor, PAGE_BYTES))
+        finally:
+            os.close(descriptor)
+        if seat.get("magic") != MAGIC:
+            raise ValueError(f"{directory / 'control'} is not a page of slots")
+        return seat
+
+    def close(self) -> None:
+        self._page.close()
+
+    def path(self, slot: int) -> Path:
+        return self.directory / f"image-{slot}"
+
+    def get(self, name: str) -> int:
+        value: int = _WORD.unpack_from(self._page, _AT[name])[0]
+        return value
+
+    def put(self, **values: int) -> None:
+        for name, value in values.items():
+            _WORD.pack_into(self._page, _AT[name], value)
+
+    def count(self, name: str) -> None:
+        self.put(**{name: self.get(name) + 1})
+
+    def record(self, slot: int) -> Record:
+        """What the slot holds; EMPTY if its record is torn."""
+        packed = bytes(self._page[(at := _record_at(slot)) : at + _RECORD.size])
+        *values, checksum = _RECORD.unpack(packed)
+        if checksum != zlib.crc32(packed[: _WORDS.size]) or not 0 <= values[0] <= 2:
+            return EMPTY
+        return Record(Status(values[0]), *values[1:])
+
+    def write(self, slot: int, record: Record) -> None:
+        packed = _WORDS.pack(*record)
+        at = _record_at(slot)
+        self._page[at : at + _RECORD.size] = packed + struct.pack("=I4x", zlib.crc32(packed))
+
+    def sealed(self) -> dict[int, Record]:
+        """The slots that hold a whole image."""
+        found = {slot: self.record(slot) for slot in range(SLOTS)}
+        return {slot: record for slot, record in found.items() if record.status is Status.SEALED}
+
+    def room_bytes(self) -> int:
+        """How large an image may be."""
+        try:
+            return min(self.path(slot).stat().st_size for slot in range(SLOTS))
+        except OSError:
+            return 0
+
+
+def _record_at(slot: int) -> int:
+    return _RECORDS_AT + slot * 256
+
+
+def map_image(path: Path, size_bytes: int, *, is_writable: bool) -> mmap.mmap:
+    """A stretch of memory that is the image."""
+    descriptor = os.open(path, (os.O_RDWR if is_writable else os.O_RDONLY) | os.O_CLOEXEC)
+    try:
+        return mmap.mmap(descriptor, size_bytes, prot=mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0))
+    finally:
+        os.close(descriptor)
+
+
+def populate(memory: mmap.mmap) -> None:
+    """Have all pages of writable memory in place, so that the first copy does not wait for them: they are eight times
+    slower. By the C library's own call, as Python's would keep every other thread waiting."""
+    first_byte = ctypes.c_char.from_buffer(memory)
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.madvise(ctypes.c_void_p(ctypes.addressof(first_byte)), ctypes.c_size_t(len(memory)), MADV_POPULATE_WRITE)
+    finally:
+        del first_byte  # an older kernel does not know it: then the first copy is slow, that is all
+
+
+class ImageLock:
+    """An open image file with a lock on it, or none."""
+
+    def __init__(self, path: Path, *, is_writable: bool) -> None:
+        self._descriptor = os.open(path, (os.O_RDWR if is_writable else os.O_RDONLY) | os.O_CLOEXEC)
+        self._kind = fcntl.LOCK_EX if is_writable else fcntl.LOCK_SH
+
+    def take(self) -> bool:
+        """False: somebody else has it."""
+        try:
+            fcntl.flock(self._descriptor, self._kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def release(self) -> None:
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+@contextmanager
+def reading(seat: Seat, slot: int, expected: Record) -> Iterator[mmap.mmap | None]:
+    """The image of a slot, which stays as it is meanwhile. None: it is not the expected one any more."""
+    lock = ImageLock(seat.path(slot), is_writable=False)
+    try:
+        if not lock.take() or seat.record(slot) != expected:
+            yield None
+            return
+        memory = map_image(seat.path(slot), expected.size_bytes, is_writable=False)
+        try:
+            yield memory
+        finally:
+            memory.close()
+    finally:
+        lock.close()

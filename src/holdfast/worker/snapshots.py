@@ -1,0 +1,379 @@
+"""Copies of the state in the agent's memory, made while the training goes on: they outlive this worker.
+
+All ranks copy the state before the same steps, as they agree at each commit, in numbers that travel with it:
+
+    has         whether this rank's image of the last one is whole; if all say so, it is whole everywhere
+    can         whether this rank has a slot to write into; all must
+    every       how many steps apart copies should be, by what they cost here; the largest counts
+    wanted      whether the next one is to become a checkpoint; one rank's wish is enough
+
+A copy of the state before step n begins when step n does, after what a forward changes was copied at once. The update
+of step n waits for it (`join`), and the commit of step n tells the others. So two slots are enough, by the rule of the
+slots (wire/slots.py): the last step that is whole everywhere is in one of them until a later one is.
+
+Each rank's image has its share of the state: what several ranks hold alike is written once. A change of the view changes
+who has what; images of the old cut stay until one of the new cut is whole everywhere.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from holdfast.core.interval import advise
+from holdfast.errors import StateError
+from holdfast.state import parts
+from holdfast.state.copier import Copier, Copy, Task, Work
+from holdfast.state.optimizers import parameters_of
+from holdfast.state.sharded import local_of
+from holdfast.state.tracked import Tracked
+from holdfast.storage.image import Layout
+from holdfast.wire.session import NeedRoom, Room, Sealed
+from holdfast.wire.session import Snapshots as Settings
+from holdfast.wire.slots import SLOTS, ImageLock, Record, Seat, Status, map_image, populate
+from holdfast.worker.line import Line
+
+SHARED, AT_ONCE = -1, -2
+"""Who owns a tensor that no optimizer does: any update may be followed by a change of it, or anything at all."""
+SMOOTHING = 0.2
+"""Of the newest measurement, in the running means of costs."""
+FINAL_PATIENCE_S = 60.0
+"""How long the last copy of a run may wait for a slot that its agent is still reading."""
+
+
+class Cut(NamedTuple):
+    """How the state is cut, and which part of it is ours."""
+
+    shards: int
+    shares: int
+    part: int
+
+    @property
+    def share(self) -> int:
+        return self.part // self.shards
+
+
+@dataclass
+class _Slot:
+    """One of the two, as this process has it."""
+
+    memory: mmap.mmap
+    lock: ImageLock
+    framed: Layout | None = None
+    """The layout whose frames are in it."""
+    work: Work | None = None
+
+    def close(self) -> None:
+        self.work = None  # tensors that are views of the memory go first
+        self.lock.close()
+        try:
+            self.memory.close()
+        except BufferError:
+            pass  # a view is still alive somewhere; the mapping goes with it
+
+
+class Snapshots:
+    """One worker's copies. Without an agent, or with snapshots off, there are none (`NoSnapshots`)."""
+
+    def __init__(self, line: Line, tracked: Tracked, settings: Settings) -> None:
+        self._line, self._tracked, self._settings = line, tracked, settings
+        self._copier = Copier()
+        self._seat: Seat | None = None
+        self._slots: list[_Slot] = []
+        self._asked_bytes = 0
+        self._cut = Cut(1, 1, 0)
+        self._view = self._seed = self._first_step = self._nodes = 0
+        self._copy: Copy | None = None
+        self._layout: Layout | None = None
+        self._key: Any = None
+        self._is_next = self._is_wanted_next = False
+        """What was agreed for the step that begins now."""
+        self._last = -1
+        """The step of the last copy that all were to make in this view, whether this rank could or not."""
+        self._moving: threading.Thread | None = None
+        self._copies_shared_at_once = False
+        self._stall_s = self._step_s = self._spent_s = 0.0
+        self._began_at = 0.0
+        self._checkpointed_at = time.monotonic()
+
+    # --- views
+
+    def enter(self, cut: Cut, view: int, seed: int, first_step: int, nodes: int) -> None:
+        """Another view. What is being copied belongs to the old one."""
+        self._abandon()
+        self._is_next = self._is_wanted_next = False
+        self._cut, self._view, self._seed, self._first_step, self._nodes = cut, view, seed, first_step, nodes
+        self._layout, self._last = None, -1
+
+    # --- what travels with a commit
+
+    def words(self, step: int) -> tuple[int, int, int, int]:
+        """Of the step that is being committed. The largest of each counts, so what must be the lowest is negative."""
+        after = step + 1
+        wanted = self._wants_checkpoint(after)
+        can = self._room_is_there() and self._free_slot() is not None
+        return -int(self._has_last()), -int(can), self._interval(), int(wanted)
+
+    def agreed(self, step: int, words: Sequence[int]) -> None:
+        """The commit is through."""
+        has, can, every, wanted = -words[0], -words[1], words[2], words[3]
+        if self._seat is not None:
+            if has:
+                self._seat.put(whole=self._last)
+            self._seat.put(every=every, cost_ns=int(1e9 * self._stall_s), step_ns=int(1e9 * self._step_s))
+            if wanted and not can:
+                self._seat.count("skipped")
+        due = self._last < 0 or step + 1 - self._last >= every or bool(wanted)
+        self._is_next = bool(can) and due
+        self._is_wanted_next = self._is_next and bool(wanted)
+        if self._is_wanted_next:
+            self._checkpointed_at = time.monotonic()
+
+    def _wants_checkpoint(self, step: int) -> bool:
+        settings = self._settings
+        if settings.checkpoint_every_steps and step % settings.checkpoint_every_steps == 0:
+            return True
+        waited_s = time.monotonic() - self._checkpointed_at
+        return bool(settings.checkpoint_every_s) and waited_s >= settings.checkpoint_every_s
+
+    def _interval(self) -> int:
+        if self._settings.every > 0:
+            return self._settings.every
+        return advise(self._step_s, self._stall_s, self._nodes).every
+
+    def _has_last(self) -> bool:
+        """Whether the last copy that all were to make in this view is whole here."""
+        if self._seat is None or self._last < 0:
+            return False
+        return any(r.step == self._last and r.view == self._view for r in self._seat.sealed().values())
+
+    # --- a step
+
+    def begin(self, step: int) -> None:
+        """The step begins: copy the state before it, if that was agreed."""
+        now = time.monotonic()
+        if self._began_at:
+            self._step_s = _mean(self._step_s, now - self._began_at)
+            if not self._asked_bytes:  # not before the first update: it makes most of an optimizer's state
+                self._ask_for_room(self._plan()[0].size_bytes)
+        self._began_at = now
+        if not self._is_next:
+            return
+        self._spent_s, self._last = 0.0, step
+        try:
+            self._begin_copy(step)
+        except StateError:
+            self._count("spoiled")  # something that cannot be kept: the next view, or a checkpoint, will say so
+        self._spent_s += time.monotonic() - now
+
+    def join(self, optimizer: Any) -> None:
+        """An update is about to change the tensors of an optimizer, and what follows it may change others."""
+        if self._copy is None:
+            return
+        began_at = time.monotonic()
+        owners = list(self._tracked.optimizers().values())
+        self._copy.join(next((i for i, one in enumerate(owners) if one is optimizer), None))
+        self._copy.join(SHARED)
+        self._spent_s += time.monotonic() - began_at
+        if self._copy.is_over:
+            self._note_end()
+
+    def poll(self) -> None:
+        """The body is through."""
+        if self._copy is not None and self._copy.is_over:
+            self._note_end()
+
+    def take_last(self, step: int) -> None:
+        """Behind the last step: the final state is to become a checkpoint, if checkpoints are made at all."""
+        if not self._settings.checkpoint_at_end or self._settings.every < 0:
+            return
+        self.join(None)
+        give_up_at = time.monotonic() + FINAL_PATIENCE_S
+        self._ask_for_room(self._plan()[0].size_bytes)
+        self._last = step
+        while not (self._room_is_there() and self._free_slot() is not None):
+            if time.monotonic() > give_up_at or self._is_refused():
+                return
+            time.sleep(0.01)  # for the agent to make room, or to be through with a slot: no event reaches this thread
+        self._is_wanted_next = True
+        self._begin_copy(step)
+        self.join(None)
+
+    def close(self) -> None:
+        self._abandon()
+        for slot in self._slots:
+            slot.close()
+        self._slots = []
+
+    # --- a copy
+
+    def _begin_copy(self, step: int) -> None:
+        layout, tasks_of = self._plan()
+        if self._seat is None or layout.size_bytes > self._seat.room_bytes():
+            self._ask_for_room(layout.size_bytes)
+            return
+        number = self._free_slot()
+        if number is None or not self._slots[number].lock.take():
+            self._count("skipped")
+            return
+        slot = self._slots[number]
+        record = Record(
+            Status.WRITING,
+            step,
+            self._view,
+            self._cut.part,
+            self._cut.shards,
+            self._cut.shares,
+            layout.size_bytes,
+            self._seed,
+            self._first_step,
+            int(self._is_wanted_next),
+            time.time_ns(),
+        )
+        self._seat.write(number, record)
+        work = self._prepare(slot, layout, tasks_of)
+        self._copy = self._copier.start(work, lambda spoiled: self._sealed(number, record, spoiled))
+
+    def _plan(self) -> tuple[Layout, Callable[[Layout, mmap.mmap], list[Task]]]:
+        """Where everything goes, as the state is now."""
+        flat = self._tracked.state()
+        cuts = parts.cut(flat, self._cut.shares, self._cut.share)
+        key = parts.key_of(cuts)
+        if self._layout is None or key != self._key or len(flat.skeleton) + 8 > self._layout.skeleton_capacity:
+            about = {"part": str(self._cut.part), "shards": str(self._cut.shards), "shares": str(self._cut.shares)}
+            self._layout, self._key = parts.layout_for(flat, self._cut.shares, self._cut.share, about), key
+        owners = self._owners()
+
+        def tasks(layout: Layout, memory: mmap.mmap) -> list[Task]:
+            layout.put_skeleton(memoryview(memory), flat.skeleton)
+            targets = parts.views(layout, memory)
+            return [
+                Task(target, one.tensor, owners.get(one.tensor.untyped_storage().data_ptr(), AT_ONCE))
+                for target, one in zip(targets, cuts, strict=True)
+            ]
+
+        return self._layout, tasks
+
+    def _prepare(self, slot: _Slot, layout: Layout, tasks_of: Callable[[Layout, mmap.mmap], list[Task]]) -> Work:
+        if slot.framed is not layout:
+            layout.frame(memoryview(slot.memory))
+            slot.framed = layout
+        tasks = tasks_of(layout, slot.memory)
+        at_once = [task for task in tasks if task.owner == AT_ONCE]
+        if at_once:
+            with torch.no_grad():
+                torch._foreach_copy_([task.target for task in at_once], [task.source for task in at_once])
+        return Work(task for task in tasks if task.owner != AT_ONCE)
+
+    def _owners(self) -> dict[int, int]:
+        """Memory that stands still until an update → whose update."""
+        found: dict[int, int] = {}
+        if not self._copies_shared_at_once:
+            found |= {_memory_of(item): SHARED for item in self._tracked.free_parameters()}
+        for number, optimizer in enumerate(self._tracked.optimizers().values()):
+            for parameter in parameters_of(optimizer):
+                found[_memory_of(parameter)] = number
+                for value in optimizer.state.get(parameter, {}).values():
+                    if isinstance(value, torch.Tensor):
+                        found[_memory_of(value)] = number
+        return found
+
+    def _sealed(self, number: int, record: Record, spoiled: bool) -> None:
+        """By whichever thread copied the last piece."""
+        assert self._seat is not None
+        if spoiled:
+            self._copies_shared_at_once = True
+            self._seat.count("spoiled")
+            self._seat.write(number, record._replace(status=Status.EMPTY))
+        else:
+            self._seat.write(number, record._replace(status=Status.SEALED))
+            self._seat.count("taken")
+            self._line.tell(Sealed(record.step, bool(record.wanted)))
+        self._slots[number].lock.release()
+
+    def _note_end(self) -> None:
+        self._copy = None
+        self._stall_s = _mean(self._stall_s, self._spent_s)
+
+    def _abandon(self) -> None:
+        if self._copy is None:
+            return
+        copy, self._copy = self._copy, None
+        if not copy.is_over:
+            copy.abandon()
+            for number, slot in enumerate(self._slots):
+                if self._seat is not None and self._seat.record(number).status is Status.WRITING:
+                    slot.lock.release()
+
+    # --- slots
+
+    def _free_slot(self) -> int | None:
+        """One that may be overwritten by the rule, and that nobody reads."""
+        if self._seat is None or self._copy is not None:
+            return None
+        whole = self._seat.get("whole")
+        records = [self._seat.record(number) for number in range(len(self._slots))]
+        free = [
+            (record.status is Status.SEALED, record.step, number)
+            for number, record in enumerate(records)
+            if not (record.status is Status.SEALED and record.step == whole)
+        ]
+        for _, _, number in sorted(free):
+            if self._slots[number].lock.take():
+                self._slots[number].lock.release()
+                return number
+        return None
+
+    def _room_is_there(self) -> bool:
+        """Whether the agent has made room, and we have moved in. Mapping it takes a while: nobody waits for that."""
+        room = self._line.room
+        if room is None or room.why:
+            return False
+        if self._slots and room.size_bytes == len(self._slots[0].memory):
+            return True
+        if self._moving is None and self._copy is None:
+            self._moving = threading.Thread(target=self._move_in, args=(room,), name="holdfast-room", daemon=True)
+            self._moving.start()
+        return False
+
+    def _is_refused(self) -> bool:
+        return bool(self._line.room and self._line.room.why)
+
+    def _move_in(self, room: Room) -> None:
+        old, self._slots = self._slots, []
+        for slot in old:
+            slot.close()
+        slots: list[_Slot] = []
+        try:
+            seat = Seat.open(Path(room.directory))
+            for number in range(SLOTS):
+                memory = map_image(seat.path(number), room.size_bytes, is_writable=True)
+                populate(memory)
+                slots.append(_Slot(memory, ImageLock(seat.path(number), is_writable=True)))
+        except (OSError, ValueError):
+            return  # the agent is gone, or going
+        self._seat, self._slots, self._moving = seat, slots, None
+
+    def _ask_for_room(self, size_bytes: int) -> None:
+        if size_bytes > self._asked_bytes:
+            self._asked_bytes = size_bytes
+            self._line.tell(NeedRoom(size_bytes))
+
+    def _count(self, name: str) -> None:
+        if self._seat is not None:
+            self._seat.count(name)
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    return local_of(tensor).untyped_storage().data_ptr()
+
+
+def _mean(old: float, new: float) -> float:
+    return new if not old else (1.0 - SMOOTHING) * old + SMOOTHING * new
