@@ -11,6 +11,9 @@ HoldfastError                 something expected went wrong; its text says what,
 ├── StateError                something in a tracked state cannot be kept, or does not fit where it is loaded
 ├── ShardError                streamed shards cannot be read, so many that it is not the shards
 ├── CheckpointError           a checkpoint cannot be written, or what is on disk cannot be read
+│   ├── BusyError             it is being read or written, and therefore not removed
+│   ├── MissingError          something of that name is not there
+│   └── StorageError          the storage is full, away or will not have us: says nothing about what lies there
 ├── LaunchError               a process could not be started
 ├── SettleError               the members of a view contradict one another about their state
 └── RetryableError            for users to raise inside a step: worth a second try in the same process
@@ -61,6 +64,18 @@ class ShardError(HoldfastError):
 
 class CheckpointError(HoldfastError):
     """A checkpoint cannot be written, or what is on disk cannot be read."""
+
+
+class BusyError(CheckpointError):
+    """It is being read or written, and therefore not removed."""
+
+
+class MissingError(CheckpointError):
+    """Something of that name is not there."""
+
+
+class StorageError(CheckpointError):
+    """The storage is full, away or will not have us: says nothing about what lies there."""
 
 
 class LaunchError(HoldfastError):

@@ -1,0 +1,141 @@
+"""Removing checkpoints. The only legal order:
+
+1. What is kept: by the policy, by pins. All else may go.
+2. One that is kept must be good, every block of it read; if none is, the newest good one that might go is kept as well.
+   If none at all is good, nothing is removed.
+3. Each that goes: certain that nobody reads it, then no checkpoint any longer, then its bytes.
+4. What dead attempts and broken-off removals left behind.
+
+Damaged checkpoints are never removed here: `remove` them by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from holdfast.errors import BusyError, CheckpointError, MissingError, StorageError, UsageError
+from holdfast.storage.retention import Policy, Tagged
+from holdfast.storage.shelves import Unfinished
+
+if TYPE_CHECKING:
+    from holdfast.storage.catalogue import Catalogue, Found
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """What a prune did, or would do."""
+
+    removed: list[int] = field(default_factory=list)
+    kept: dict[int, str] = field(default_factory=dict)
+    """With the reason."""
+    damaged: dict[int, str] = field(default_factory=dict)
+    swept: list[Unfinished] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    step: int
+    tags: tuple[str, ...]
+    metrics: dict[str, float | None]
+
+
+def prune(
+    catalogue: Catalogue,
+    policy: Policy,
+    trusted: Collection[int],
+    is_dry: bool,
+    grace_s: float,
+    on_damage: Callable[[str], None],
+) -> Pruned:
+    """As Catalogue.prune says."""
+    listing = catalogue.list()
+    result = Pruned(damaged={item.step: item.why for item in listing.damaged})
+    candidates = [_Candidate(found.step, found.tags, found.about.metrics) for found in listing.found]
+    result.kept.update((policy | Tagged()).keeps(candidates))
+    going = [found for found in listing.found if found.step not in result.kept]
+    if going and _keep_a_good_one(catalogue, listing.found, result, trusted, on_damage):
+        for found in going:
+            _remove(catalogue, found, result, is_dry)
+    _sweep(catalogue, listing.unfinished, result, is_dry, grace_s)
+    return result
+
+
+def remove(catalogue: Catalogue, step: int, is_forced: bool) -> None:
+    """As Catalogue.remove says."""
+    try:
+        found = catalogue.open(step)
+    except (MissingError, StorageError):
+        raise
+    except CheckpointError:
+        catalogue.shelf.withdraw(step, None)
+        return
+    if not is_forced:
+        _refuse(catalogue, found)
+    catalogue.shelf.withdraw(step, found.manifest)
+
+
+def _refuse(catalogue: Catalogue, found: Found) -> None:
+    if found.tags:
+        raise UsageError(f"{found.url} is pinned as {', '.join(found.tags)}: unpin it, or use --force")
+    others = [item for item in catalogue.list().found if item.step != found.step]
+    if not any(_is_good(catalogue, item, lambda _: None) for item in others):
+        raise UsageError(f"{found.url} is the only good checkpoint there is: use --force to remove it all the same")
+
+
+def _keep_a_good_one(
+    catalogue: Catalogue,
+    found: Sequence[Found],
+    result: Pruned,
+    trusted: Collection[int],
+    on_damage: Callable[[str], None],
+) -> bool:
+    """Whether something may be removed. Those that are kept are looked at first, newest first."""
+    kept = [item for item in found if item.step in result.kept]
+    if any(item.step in trusted for item in kept):
+        return True
+    for item in (*kept, *(item for item in found if item.step not in result.kept)):
+        if _is_good(catalogue, item, on_damage):
+            result.kept.setdefault(item.step, "the last good one: those that the policy keeps are damaged")
+            return True
+        result.kept.setdefault(item.step, "damaged: never removed unasked")
+    return False
+
+
+def _is_good(catalogue: Catalogue, found: Found, on_damage: Callable[[str], None]) -> bool:
+    try:
+        catalogue.verify(found)
+    except StorageError:
+        raise
+    except CheckpointError as error:
+        on_damage(str(error))
+        return False
+    return True
+
+
+def _remove(catalogue: Catalogue, found: Found, result: Pruned, is_dry: bool) -> None:
+    if found.step in result.kept:
+        return
+    try:
+        if not is_dry:
+            catalogue.shelf.withdraw(found.step, found.manifest)
+    except BusyError as error:
+        result.kept[found.step] = str(error)
+    except MissingError:
+        pass  # somebody else was quicker
+    else:
+        result.removed.append(found.step)
+
+
+def _sweep(
+    catalogue: Catalogue, unfinished: Sequence[Unfinished], result: Pruned, is_dry: bool, grace_s: float
+) -> None:
+    for left in unfinished:
+        try:
+            if not is_dry and catalogue.shelf.sweep(left, grace_s):
+                result.swept.append(left)
+        except MissingError:
+            pass
+    if not is_dry:
+        catalogue.shelf.sweep_temporaries(grace_s)

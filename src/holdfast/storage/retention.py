@@ -1,0 +1,142 @@
+"""What to keep, as small values that can be put together.
+
+    LastN(3) | EveryK(1000) | BestBy("loss", "min", 2)        last:3,every:1000,best:loss:min:2
+
+A checkpoint is kept if one of them says so. Whatever they say, pinned ones are kept, and the newest one that is good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+from msgspec import Struct
+
+from holdfast.errors import UsageError
+
+
+class Candidate(Protocol):
+    """What a policy looks at."""
+
+    @property
+    def step(self) -> int:
+        """Of the checkpoint."""
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """Its pins."""
+
+    @property
+    def metrics(self) -> dict[str, float | None]:
+        """What was measured at its step."""
+
+
+class Policy:
+    """Which checkpoints to keep."""
+
+    def keeps(self, candidates: Sequence[Candidate]) -> dict[int, str]:
+        """The steps to keep, each with the reason; candidates are given newest first."""
+        raise NotImplementedError
+
+    def __or__(self, other: Policy) -> AnyOf:
+        return AnyOf((*_flat(self), *_flat(other)))
+
+
+class LastN(Struct, Policy, frozen=True):
+    """The newest ones."""
+
+    count: int
+
+    def keeps(self, candidates: Sequence[Candidate]) -> dict[int, str]:
+        return {item.step: f"one of the last {self.count}" for item in candidates[: self.count]}
+
+    def __str__(self) -> str:
+        return f"last:{self.count}"
+
+
+class EveryK(Struct, Policy, frozen=True):
+    """Those whose step is a multiple."""
+
+    steps: int
+
+    def keeps(self, candidates: Sequence[Candidate]) -> dict[int, str]:
+        return {item.step: f"a multiple of {self.steps}" for item in candidates if item.step % self.steps == 0}
+
+    def __str__(self) -> str:
+        return f"every:{self.steps}"
+
+
+class BestBy(Struct, Policy, frozen=True):
+    """Those with the best value of a metric; those without a value are not among them. Of equal ones, the newer."""
+
+    metric: str
+    mode: Literal["min", "max"] = "min"
+    count: int = 1
+
+    def keeps(self, candidates: Sequence[Candidate]) -> dict[int, str]:
+        sign = 1.0 if self.mode == "min" else -1.0
+        measured = [(value, item.step) for item in candidates if (value := item.metrics.get(self.metric)) is not None]
+        best = sorted(measured, key=lambda pair: (sign * pair[0], -pair[1]))[: self.count]
+        return {step: f"{self.metric} {value:g} is one of the {self.count} best" for value, step in best}
+
+    def __str__(self) -> str:
+        return f"best:{self.metric}:{self.mode}:{self.count}"
+
+
+class Tagged(Struct, Policy, frozen=True):
+    """Those that are pinned."""
+
+    def keeps(self, candidates: Sequence[Candidate]) -> dict[int, str]:
+        return {item.step: f"pinned as {', '.join(item.tags)}" for item in candidates if item.tags}
+
+    def __str__(self) -> str:
+        return "tagged"
+
+
+class AnyOf(Struct, Policy, frozen=True):
+    """What any of them keeps."""
+
+    policies: tuple[Policy, ...]
+
+    def keeps(self, candidates: Sequence[Candidate]) -> dict[int, str]:
+        kept: dict[int, str] = {}
+        for policy in self.policies:
+            kept = policy.keeps(candidates) | kept
+        return kept
+
+    def __str__(self) -> str:
+        return ",".join(str(policy) for policy in self.policies)
+
+
+def parse_policy(text: str) -> Policy:
+    """A policy as one writes it: last:3,every:1000,best:loss:min:2."""
+    policies = [_parse(word.strip()) for word in text.split(",") if word.strip()]
+    if not policies:
+        raise UsageError(f"{text!r} keeps nothing: write for example last:3,every:1000,best:loss:min:2")
+    return policies[0] if len(policies) == 1 else AnyOf(tuple(policies))
+
+
+def _parse(word: str) -> Policy:
+    match word.split(":"):
+        case ["last", count]:
+            return LastN(_positive(count, word))
+        case ["every", steps]:
+            return EveryK(_positive(steps, word))
+        case ["best", metric, ("min" | "max") as mode] if metric:
+            return BestBy(metric, mode)
+        case ["best", metric, ("min" | "max") as mode, count] if metric:
+            return BestBy(metric, mode, _positive(count, word))
+        case ["tagged"]:
+            return Tagged()
+        case _:
+            raise UsageError(f"{word!r:.80} is no policy: last:N, every:K, best:METRIC:min|max[:N] and tagged are")
+
+
+def _positive(text: str, word: str) -> int:
+    if not (text.isascii() and text.isdigit()) or int(text) < 1:
+        raise UsageError(f"{word!r:.80}: {text!r:.40} must be a whole number above 0")
+    return int(text)
+
+
+def _flat(policy: Policy) -> tuple[Policy, ...]:
+    return policy.policies if isinstance(policy, AnyOf) else (policy,)

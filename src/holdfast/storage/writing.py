@@ -1,0 +1,272 @@
+"""One attempt at a checkpoint, by several writers who do not talk to each other.
+
+    write_part(0) ─ part, note ─┐
+    write_part(1) ─ part, note ─┼─ whoever sees all notes: .metadata, manifest, published in one move
+    write_part(2) ─ part, note ─┘
+
+Each writer writes its parts and calls `publish`, which gives None as long as notes are missing. The last one finds all,
+and publishes; if two are last at once, one wins and the other finds it published. What they write is a function of the
+notes alone, so it does not matter who does it. A writer that died leaves an attempt that is never published; whoever
+takes its place may go on with it: a part that has a note is whole, and is not written again.
+
+All writers of an attempt use the same nonce, another attempt at the same step another one. One wins, the other is
+removed by its own writers. One process at a time writes a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import msgspec
+from crc32c import crc32c
+
+from holdfast.errors import CheckpointError, MissingError, StorageError
+from holdfast.storage import points
+from holdfast.storage.catalogue import Catalogue, Found
+from holdfast.storage.image import Layout, parse
+from holdfast.storage.manifest import (
+    METADATA,
+    NONCE,
+    About,
+    Manifest,
+    Note,
+    Part,
+    decode,
+    encode,
+    note_file,
+    part_file,
+)
+from holdfast.storage.pickles import dcp_metadata
+from holdfast.storage.shelves import shelf_of
+from holdfast.storage.stores import BLOCK_BYTES, Progress, Store
+
+READERS = 8
+"""Heads of parts read at once before publishing: it is waiting for the network, not work."""
+NOTE_BYTES_MAX = 2**30
+
+
+class Writing:
+    """An attempt. Close it when it is published, or given up."""
+
+    def __init__(self, store: Store, about: About, nonce: str) -> None:
+        if about.step < 0 or about.shards < 1 or about.shares < 1 or not NONCE.match(nonce):
+            raise CheckpointError(f"step {about.step} with nonce {nonce!r:.80}: no checkpoint can be named so")
+        self._store = store
+        self._about = about
+        self._nonce = nonce
+        self._shelf = shelf_of(store)
+        self._catalogue = Catalogue(store)
+        self._folder = self._shelf.partial(about.step, nonce)
+        self._written: set[str] = set()
+        self._holding = ExitStack()
+        self._is_held = False
+
+    def __enter__(self) -> Writing:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Nobody of this process writes any longer; what is not published may be swept."""
+        self._holding.close()
+        self._is_held = False
+
+    def write_part(self, number: int, image: memoryview, on_progress: Progress | None = None) -> Part:
+        """Write a part, then its note. Checksums are computed on the way. A part that is there already stays."""
+        if not 0 <= number < self._about.parts:
+            raise CheckpointError(f"step {self._about.step} has {self._about.parts} parts, none with number {number}")
+        if (there := self._part_there(number)) is not None:
+            return there
+        self._hold()
+        points.reach("part-begun")
+        name = part_file(number)
+        blocks = Blocks(image)
+        self._written |= {name, note_file(number)}
+        self._store.put(f"{self._folder}/{name}", blocks, blocks.size_bytes, _halfway(on_progress))
+        points.reach("part-named")
+        file = self._shelf.file_prefix(self._nonce) + name
+        part = Part(number=number, file=file, size_bytes=blocks.size_bytes, checksums=blocks.checksums)
+        note = encode(Note(about=self._about, nonce=self._nonce, part=part))
+        self._store.put_new(f"{self._folder}/{note_file(number)}", note)
+        points.reach("note-written")
+        return part
+
+    def publish(self) -> Found | None:
+        """Make it a checkpoint, if all parts are there. Anybody may call this, at any time, again."""
+        if (found := self._published()) is not None:
+            self._finish(found)
+            return found
+        notes = self._notes()
+        if notes is None:
+            return self._published()  # it may have been published, and the notes removed, while we looked
+        points.reach("parts-complete")
+        manifest = self._manifest(notes)
+        if manifest is None or not self._shelf.publish(self._about.step, self._nonce, encode(manifest)):
+            return self._published()
+        self.close()
+        return self._catalogue.open(self._about.step)
+
+    def abandon(self) -> None:
+        """Remove what this attempt wrote, by whomever, unless it is published."""
+        self.close()
+        found = self._published(is_deep=False)
+        if found is None or found.manifest.nonce != self._nonce:
+            self._remove(set(self._store.names(self._folder)))
+
+    def _hold(self) -> None:
+        if not self._is_held:
+            self._holding.enter_context(self._shelf.writing(self._about.step, self._nonce))
+            self._is_held = True
+
+    def _part_there(self, number: int) -> Part | None:
+        note = self._note(number)
+        if note is not None:
+            return note.part
+        found = self._published(is_deep=False)
+        return found.manifest.parts[number] if found is not None and found.manifest.nonce == self._nonce else None
+
+    def _published(self, is_deep: bool = True) -> Found | None:
+        """The checkpoint of our step. One of another attempt counts if it is sound; a damaged one makes room."""
+        step = self._about.step
+        manifest = self._catalogue.manifest_bytes(step)
+        try:
+            found = self._catalogue.open(step)
+            if is_deep and found.manifest.nonce != self._nonce:
+                self._catalogue.verify(found)
+        except MissingError:
+            return None
+        except StorageError:
+            raise
+        except CheckpointError:
+            if is_deep:
+                self._shelf.put_aside(step, self._nonce, manifest)
+            return None
+        return found
+
+    def _notes(self) -> list[Note] | None:
+        there = self._store.names(self._folder)
+        wanted = [f"{self._folder}/{note_file(number)}" for number in range(self._about.parts)]
+        if any(name not in there for name in wanted):
+            return None
+        with ThreadPoolExecutor(READERS, thread_name_prefix="holdfast-notes") as pool:
+            notes = list(pool.map(self._note, range(self._about.parts)))
+        if any(note is None for note in notes):
+            return None
+        found = [note for note in notes if note is not None]
+        for note in found:
+            self._check(note, there)
+        return found
+
+    def _note(self, number: int) -> Note | None:
+        name = f"{self._folder}/{note_file(number)}"
+        try:
+            return decode(self._store.read(name, 0, NOTE_BYTES_MAX), Note, f"{self._store.url}/{name}")
+        except MissingError:
+            return None
+
+    def _check(self, note: Note, there: dict[str, int]) -> None:
+        """Notes of one attempt say the same about it, and their parts are there."""
+        mine, theirs = self._about, note.about
+        shape = (mine.step, mine.shards, mine.shares, self._nonce)
+        if (theirs.step, theirs.shards, theirs.shares, note.nonce) != shape:
+            raise CheckpointError(
+                f"{self._folder}: part {note.part.number} is of step {theirs.step} in {theirs.shards} × {theirs.shares}"
+                f" parts, ours of step {mine.step} in {mine.shards} × {mine.shares}: two attempts share a nonce"
+            )
+        size = there.get(f"{self._folder}/{part_file(note.part.number)}")
+        if size != note.part.size_bytes:
+            raise CheckpointError(
+                f"{self._folder}/{part_file(note.part.number)} has {size} bytes, its note says"
+                f" {note.part.size_bytes}: it is damaged"
+            )
+
+    def _manifest(self, notes: list[Note]) -> Manifest | None:
+        """None if the attempt went away meanwhile: published by another, or given up."""
+        try:
+            with ThreadPoolExecutor(READERS, thread_name_prefix="holdfast-heads") as pool:
+                layouts = list(pool.map(self._layout, notes))
+            files = [part_file(note.part.number) for note in notes]
+            metadata = self._put_metadata(list(zip(files, layouts, strict=True)))
+        except MissingError:
+            return None
+        points.reach("metadata-written")
+        about = msgspec.structs.replace(
+            notes[0].about, notes={key: value for note in notes for key, value in note.about.notes.items()}
+        )
+        parts = tuple(note.part for note in notes)
+        return Manifest(about=about, nonce=self._nonce, parts=parts, metadata=metadata)
+
+    def _layout(self, note: Note) -> Layout:
+        name = f"{self._folder}/{part_file(note.part.number)}"
+        try:
+            return parse(lambda start, size: self._store.read(name, start, size), note.part.size_bytes)
+        except (MissingError, StorageError):
+            raise
+        except CheckpointError as error:
+            raise CheckpointError(f"{self._store.url}/{name}: {error}") from None
+
+    def _put_metadata(self, parts: list[tuple[str, Layout]]) -> Part:
+        content = dcp_metadata(parts)
+        self._store.put_new(f"{self._folder}/{METADATA}", content)
+        blocks = Blocks(memoryview(content))
+        file = self._shelf.file_prefix(self._nonce) + METADATA
+        return Part(number=-1, file=file, size_bytes=len(content), checksums="".join(blocks.computed()))
+
+    def _finish(self, found: Found) -> None:
+        """Another attempt has won: what this process wrote is garbage. Others of our attempt remove theirs."""
+        self.close()
+        if found.manifest.nonce != self._nonce:
+            self._remove({f"{self._folder}/{name}" for name in (*self._written, METADATA)})
+
+    def _remove(self, names: set[str]) -> None:
+        for name in names:
+            self._store.delete(name)
+        self._shelf.forget(self._about.step, self._nonce)
+
+
+class Blocks:
+    """An image in blocks; the checksum of each is computed when it is taken, while others are written."""
+
+    def __init__(self, image: memoryview) -> None:
+        self._image = image.cast("B") if image.format != "B" or image.ndim != 1 else image
+        self._checksums: list[str] = []
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self._image)
+
+    @property
+    def checksums(self) -> str:
+        """Of all blocks, once they were taken."""
+        return "".join(self._checksums)
+
+    def __iter__(self) -> Iterator[memoryview]:
+        self._checksums = []
+        for start in range(0, len(self._image), BLOCK_BYTES):
+            block = self._image[start : start + BLOCK_BYTES]
+            self._checksums.append(f"{crc32c(block):08x}")
+            yield block
+
+    def computed(self) -> list[str]:
+        """The checksums, without writing anything."""
+        for _ in self:
+            pass
+        return self._checksums
+
+
+def _halfway(on_progress: Progress | None) -> Progress:
+    """Told on, with the point in the middle."""
+    is_past = False
+
+    def progress(done: int, total: int) -> None:
+        nonlocal is_past
+        if done * 2 >= total and not is_past:
+            is_past = True
+            points.reach("part-half")
+        if on_progress is not None:
+            on_progress(done, total)
+
+    return progress
