@@ -187,7 +187,7 @@ class Persister:
         except (HoldfastError, OSError) as error:
             log.warning(f"old checkpoints stay: {error}")
         else:
-            for step in removed:
+            for step in removed.removed:
                 log.debug(f"checkpoint of step {step} removed, as --checkpoint-keep says")
 
     def _abandon(self, key: tuple[int, int]) -> None:

@@ -92,7 +92,8 @@ class StateKeeper:
             self.vault.remove()
         else:
             step = self.vault.kept()[0].record.step
-            log.warning(f"step {step} could not be brought to storage and stays in memory, in {self._config.snapshot_dir}")
+            where = self._config.snapshot_dir
+            log.warning(f"step {step} could not be brought to storage and stays in memory, in {where}")
         return found.url if found is not None else ""
 
     async def close(self) -> None:

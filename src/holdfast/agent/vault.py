@@ -27,7 +27,7 @@ from pathlib import Path
 import structlog
 
 from holdfast.wire.session import HeldImage, Room
-from holdfast.wire.slots import SLOTS, Record, Seat, map_image, populate, reading
+from holdfast.wire.slots import SLOTS, Record, Seat, Wanted, map_image, populate, reading
 
 ROOM_STEP_BYTES = 4_096
 ORPHAN_AFTER_S = 3_600.0
@@ -54,7 +54,8 @@ class Vault:
         self._directory: Path | None = None
         self._owner: int | None = None
         self._seats: dict[int, Seat] = {}
-        self._checksums: dict[tuple[int, int], tuple[Record, tuple[int, ...]]] = {}
+        self._checksums: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}
+        """By seat and slot: of the image that was made at this moment."""
         self._granting = asyncio.Lock()
 
     @property
@@ -119,12 +120,15 @@ class Vault:
     @contextmanager
     def reading(self, kept: Kept) -> Iterator[mmap.mmap | None]:
         """Its bytes, which stay as they are meanwhile; None if it was overwritten."""
-        with reading(self._seats[kept.seat], kept.slot, kept.record) as memory:
+        seat = self._seats[kept.seat]
+        with reading(seat, kept.slot, kept.record) as memory:
+            if memory is not None and kept.record.wanted == Wanted.YES:
+                seat.write(kept.slot, kept.record._replace(wanted=Wanted.TAKEN))
             yield memory
 
     def note_checksums(self, kept: Kept, checksums: Sequence[int]) -> None:
         """Of an image that was read for storage or for another node."""
-        self._checksums[kept.seat, kept.slot] = kept.record, tuple(checksums)
+        self._checksums[kept.seat, kept.slot] = kept.record.created_ns, tuple(checksums)
 
     def held(self) -> tuple[HeldImage, ...]:
         """What workers may restore from."""
@@ -142,7 +146,7 @@ class Vault:
             size_bytes=record.size_bytes,
             seed=record.seed,
             first_step=record.first_step,
-            checksums=checksums if known == record else (),
+            checksums=checksums if known == record.created_ns else (),
         )
 
     # --- the end

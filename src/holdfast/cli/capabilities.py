@@ -42,8 +42,8 @@ def capabilities(options: RunOptions, directory: str) -> str:
     rungs = "; ".join(_rung(rung, options, directory) for rung in options.recovery)
     return (
         f"recovery: {rungs}. {_count(options.replicas, 'copy', 'copies')} of each shard, snapshots"
-        f" {_snapshots(options)}, hangs are noticed {_hang_limit(options)}. Scripts that do not call hf.init() get restarts only (--max-restarts"
-        f" {options.max_restarts})"
+        f" {_snapshots(options)}, hangs are noticed {_hang_limit(options)}. Scripts that do not call hf.init() get"
+        f" restarts only (--max-restarts {options.max_restarts})"
     )
 
 

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 
 from holdfast.core.ladder import LADDER, Strategy
+from holdfast.errors import UsageError
+from holdfast.storage.retention import parse_policy
 
 BACKENDS = ("static", "c10d", "etcd", "etcd-v2", "holdfast")
 PORT_MAX = 65535

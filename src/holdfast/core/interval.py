@@ -4,6 +4,9 @@ A copy keeps the training waiting for `stall_s`. Without it, a fault that takes 
 on the average. The optimum of the two is Young's and Daly's: an interval of sqrt(2 · stall · time between faults). It
 assumes that nothing else is lost with a fault, and holds while the interval is short against that time.
 
+On few nodes faults are so rare that the optimum is minutes, whatever a copy costs. Nobody likes to lose minutes: as
+long as copies take no more than a hundredth of the time, they are made more often than that.
+
 What the fault rate is, nobody knows before the job has run: the default is the middle of what large installations have
 published, 2 to 7 faults a day and thousand nodes.
 """
@@ -32,15 +35,16 @@ def advise(
     step_s: float, stall_s: float, nodes: int, faults_per_node_day: float = FAULTS_PER_NODE_DAY
 ) -> Advice:
     """The interval for steps of this length, with copies that cost this much, on so many nodes."""
-    if step_s <= 0.0 or stall_s <= FREE_SHARE * step_s:
+    affordable = math.ceil(stall_s / (FREE_SHARE * step_s)) if step_s > 0.0 else 1
+    if affordable <= 1:
         return Advice(1, f"a copy costs {_share(stall_s, step_s)} of a step: one after every step")
     between_s = DAY_S / (max(nodes, 1) * max(faults_per_node_day, 1e-9))
-    interval_s = math.sqrt(2.0 * stall_s * between_s)
-    every = max(math.ceil(interval_s / step_s), math.ceil(stall_s / (FREE_SHARE * step_s)))
-    every = min(every, EVERY_MAX)
+    optimal = max(math.ceil(math.sqrt(2.0 * stall_s * between_s) / step_s), 1)
+    every = min(affordable, optimal, EVERY_MAX)
+    which = "what costs a hundredth" if affordable <= optimal else "the optimum"
     why = (
-        f"a copy costs {_share(stall_s, step_s)} of a step, a fault is due every {between_s / 3600.0:.0f} h:"
-        f" one in {every} steps"
+        f"a copy costs {_share(stall_s, step_s)} of a step, a fault is due every {between_s / 3600.0:.0f} h: one in"
+        f" {every} steps, {which}"
     )
     return Advice(every, why)
 

@@ -1,7 +1,7 @@
 """What of the state is in the nodes' memory and on storage, and what that is safe against. Pure.
 
-Each node says which images it holds: its own workers', and those it keeps for other nodes. A step is whole if all parts of
-one cut are there. From that follow three steps:
+Each node says which images it holds: its own workers', and those it keeps for other nodes. A step is whole if all parts
+of one cut are there. From that follow three steps:
 
     in memory      whole on the nodes that are there: survives all workers
     elsewhere too  whole without any one of them: survives a node

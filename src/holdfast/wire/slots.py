@@ -51,6 +51,15 @@ class Status(IntEnum):
     SEALED = 2
 
 
+class Wanted(IntEnum):
+    """Whether an image is to become a checkpoint. One that is, is not overwritten before the agent has begun to read
+    it: a step may be over sooner than a message is heard."""
+
+    NO = 0
+    YES = 1
+    TAKEN = 2
+
+
 class Record(NamedTuple):
     """What a slot holds."""
 
@@ -65,8 +74,7 @@ class Record(NamedTuple):
     size_bytes: int = 0
     seed: int = 0
     first_step: int = 0
-    wanted: int = 0
-    """Whether it is to become a checkpoint."""
+    wanted: int = Wanted.NO
     created_ns: int = 0
 
     @property

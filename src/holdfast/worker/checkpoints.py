@@ -50,7 +50,7 @@ def write(url: str, step: int, held: Mapping[int, Flat], shards: int, place: Pla
                 writing.write_part(shard, image)
         groups.agree((step,))
         if place.rank == 0 and writing.publish() is None:
-            raise CheckpointError(f"{url} lacks parts of step {step}: give all nodes a --checkpoint-dir that they share")
+            raise CheckpointError(f"{url} lacks parts of step {step}: give all nodes a --checkpoint-dir they share")
         groups.agree((step,))
 
 
@@ -121,7 +121,8 @@ def load(found: Found, tracked: Tracked, rank: int, shards: int) -> None:
     about = found.about
     sources = _Sources(found)
     try:
-        load_parts(sources, about.shards, about.shares, tracked, shard=rank % shards if about.shards == shards else None)
+        shard = rank % shards if about.shards == shards else None
+        load_parts(sources, about.shards, about.shares, tracked, shard=shard)
     finally:
         sources.close()
 

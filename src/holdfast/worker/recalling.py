@@ -1,7 +1,7 @@
 """All workers start anew, and the state of their predecessors is in their agents' memory: they take it from there.
 
-Every worker asks its own agent what it holds: images of its seats, and replicas that it keeps for other nodes. Then, all
-together:
+Every worker asks its own agent what it holds: images of its seats, and replicas that it keeps for other nodes. Then,
+all together:
 
     1  everybody says which images it can offer; those of one node are shared out among its workers (one gather)
     2  the newest step is chosen of which all parts of one cut are on offer
@@ -66,8 +66,8 @@ class Choice(NamedTuple):
 def recall(
     held: Sequence[HeldImage], local_rank: int, local_world_size: int, shards: int, tracked: Tracked, newer_than: int
 ) -> Choice | None:
-    """Load the newest state that is whole in the nodes' memory, if it is of a later step than `newer_than`. All ranks at
-    once. None: there is none, or it could not be loaded; then the objects may hold a mixture."""
+    """Load the newest state that is whole in the nodes' memory, if it is of a later step than `newer_than`. All ranks
+    at once. None: there is none, or it could not be loaded; then the objects may hold a mixture."""
     mine = sorted(held, key=lambda one: one.path)
     offered = [one for index, one in enumerate(mine) if index % local_world_size == local_rank][:OFFERS_MAX]
     choice = choose([_offers(row) for row in groups.gather(_words(offered))], newer_than)

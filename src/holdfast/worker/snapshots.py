@@ -11,8 +11,8 @@ A copy of the state before step n begins when step n does, after what a forward 
 of step n waits for it (`join`), and the commit of step n tells the others. So two slots are enough, by the rule of the
 slots (wire/slots.py): the last step that is whole everywhere is in one of them until a later one is.
 
-Each rank's image has its share of the state: what several ranks hold alike is written once. A change of the view changes
-who has what; images of the old cut stay until one of the new cut is whole everywhere.
+Each rank's image has its share of the state: what several ranks hold alike is written once. Another view changes who
+has what; images of the old cut stay until one of the new cut is whole everywhere.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from __future__ import annotations
 import mmap
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,15 +29,16 @@ import torch
 
 from holdfast.core.interval import advise
 from holdfast.errors import StateError
-from holdfast.state import parts
 from holdfast.state.copier import Copier, Copy, Task, Work
 from holdfast.state.optimizers import parameters_of
+from holdfast.state.parts import PartPlan, views
 from holdfast.state.sharded import local_of
 from holdfast.state.tracked import Tracked
+from holdfast.state.tree import Flat
 from holdfast.storage.image import Layout
 from holdfast.wire.session import NeedRoom, Room, Sealed
 from holdfast.wire.session import Snapshots as Settings
-from holdfast.wire.slots import SLOTS, ImageLock, Record, Seat, Status, map_image, populate
+from holdfast.wire.slots import SLOTS, ImageLock, Record, Seat, Status, Wanted, map_image, populate
 from holdfast.worker.line import Line
 
 SHARED, AT_ONCE = -1, -2
@@ -91,8 +92,7 @@ class Snapshots:
         self._cut = Cut(1, 1, 0)
         self._view = self._seed = self._first_step = self._nodes = 0
         self._copy: Copy | None = None
-        self._layout: Layout | None = None
-        self._key: Any = None
+        self._planned: PartPlan | None = None
         self._is_next = self._is_wanted_next = False
         """What was agreed for the step that begins now."""
         self._last = -1
@@ -110,7 +110,7 @@ class Snapshots:
         self._abandon()
         self._is_next = self._is_wanted_next = False
         self._cut, self._view, self._seed, self._first_step, self._nodes = cut, view, seed, first_step, nodes
-        self._layout, self._last = None, -1
+        self._planned, self._last = None, -1
 
     # --- what travels with a commit
 
@@ -162,7 +162,7 @@ class Snapshots:
         if self._began_at:
             self._step_s = _mean(self._step_s, now - self._began_at)
             if not self._asked_bytes:  # not before the first update: it makes most of an optimizer's state
-                self._ask_for_room(self._plan()[0].size_bytes)
+                self._ask_for_room(self._plan()[0].layout.size_bytes)
         self._began_at = now
         if not self._is_next:
             return
@@ -196,7 +196,7 @@ class Snapshots:
             return
         self.join(None)
         give_up_at = time.monotonic() + FINAL_PATIENCE_S
-        self._ask_for_room(self._plan()[0].size_bytes)
+        self._ask_for_room(self._plan()[0].layout.size_bytes)
         self._last = step
         while not (self._room_is_there() and self._free_slot() is not None):
             if time.monotonic() > give_up_at or self._is_refused():
@@ -215,9 +215,10 @@ class Snapshots:
     # --- a copy
 
     def _begin_copy(self, step: int) -> None:
-        layout, tasks_of = self._plan()
-        if self._seat is None or layout.size_bytes > self._seat.room_bytes():
-            self._ask_for_room(layout.size_bytes)
+        planned, flat = self._plan()
+        size_bytes = planned.layout.size_bytes
+        if self._seat is None or size_bytes > len(self._slots[0].memory):
+            self._ask_for_room(size_bytes)
             return
         number = self._free_slot()
         if number is None or not self._slots[number].lock.take():
@@ -231,41 +232,37 @@ class Snapshots:
             self._cut.part,
             self._cut.shards,
             self._cut.shares,
-            layout.size_bytes,
+            size_bytes,
             self._seed,
             self._first_step,
-            int(self._is_wanted_next),
+            Wanted.YES if self._is_wanted_next else Wanted.NO,
             time.time_ns(),
         )
         self._seat.write(number, record)
-        work = self._prepare(slot, layout, tasks_of)
+        work = self._prepare(slot, planned, flat)
         self._copy = self._copier.start(work, lambda spoiled: self._sealed(number, record, spoiled))
 
-    def _plan(self) -> tuple[Layout, Callable[[Layout, mmap.mmap], list[Task]]]:
+    def _plan(self) -> tuple[PartPlan, Flat]:
         """Where everything goes, as the state is now."""
         flat = self._tracked.state()
-        cuts = parts.cut(flat, self._cut.shares, self._cut.share)
-        key = parts.key_of(cuts)
-        if self._layout is None or key != self._key or len(flat.skeleton) + 8 > self._layout.skeleton_capacity:
+        if self._planned is None or not self._planned.fits(flat):
             about = {"part": str(self._cut.part), "shards": str(self._cut.shards), "shares": str(self._cut.shares)}
-            self._layout, self._key = parts.layout_for(flat, self._cut.shares, self._cut.share, about), key
+            self._planned = PartPlan(flat, self._cut.shares, self._cut.share, about)
+        return self._planned, flat
+
+    def _prepare(self, slot: _Slot, planned: PartPlan, flat: Flat) -> Work:
+        """Copy what a forward changes, now; what is left is for the thread."""
+        layout = planned.layout
+        with memoryview(slot.memory) as memory:
+            if slot.framed is not layout:
+                layout.frame(memory)
+                slot.framed = layout
+            layout.put_skeleton(memory, flat.skeleton)
         owners = self._owners()
-
-        def tasks(layout: Layout, memory: mmap.mmap) -> list[Task]:
-            layout.put_skeleton(memoryview(memory), flat.skeleton)
-            targets = parts.views(layout, memory)
-            return [
-                Task(target, one.tensor, owners.get(one.tensor.untyped_storage().data_ptr(), AT_ONCE))
-                for target, one in zip(targets, cuts, strict=True)
-            ]
-
-        return self._layout, tasks
-
-    def _prepare(self, slot: _Slot, layout: Layout, tasks_of: Callable[[Layout, mmap.mmap], list[Task]]) -> Work:
-        if slot.framed is not layout:
-            layout.frame(memoryview(slot.memory))
-            slot.framed = layout
-        tasks = tasks_of(layout, slot.memory)
+        tasks = [
+            Task(target, source, owners.get(source.untyped_storage().data_ptr(), AT_ONCE))
+            for target, source in zip(views(layout, slot.memory), planned.tensors(flat), strict=True)
+        ]
         at_once = [task for task in tasks if task.owner == AT_ONCE]
         if at_once:
             with torch.no_grad():
@@ -288,15 +285,15 @@ class Snapshots:
     def _sealed(self, number: int, record: Record, spoiled: bool) -> None:
         """By whichever thread copied the last piece."""
         assert self._seat is not None
+        status = Status.EMPTY if spoiled else Status.SEALED
+        self._seat.write(number, record._replace(status=status))
+        self._slots[number].lock.release()
         if spoiled:
             self._copies_shared_at_once = True
             self._seat.count("spoiled")
-            self._seat.write(number, record._replace(status=Status.EMPTY))
         else:
-            self._seat.write(number, record._replace(status=Status.SEALED))
             self._seat.count("taken")
             self._line.tell(Sealed(record.step, bool(record.wanted)))
-        self._slots[number].lock.release()
 
     def _note_end(self) -> None:
         self._copy = None
@@ -323,7 +320,7 @@ class Snapshots:
         free = [
             (record.status is Status.SEALED, record.step, number)
             for number, record in enumerate(records)
-            if not (record.status is Status.SEALED and record.step == whole)
+            if not (record.status is Status.SEALED and (record.step == whole or record.wanted == Wanted.YES))
         ]
         for _, _, number in sorted(free):
             if self._slots[number].lock.take():
