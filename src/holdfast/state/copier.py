@@ -22,8 +22,10 @@ from dataclasses import dataclass
 
 import torch
 
-PIECE_BYTES = 4 * 2**20
-"""Half a millisecond's work: so long may an update wait for a piece that the thread has begun."""
+PIECE_BYTES = 2 * 2**20
+"""A quarter of a millisecond's work: so long may an update wait for a piece that the thread has begun."""
+THREAD_WORTH_BYTES = 2 * 2**20
+"""Less than that is copied sooner than a thread is woken."""
 THREAD_NAME = "holdfast-copier"
 
 
@@ -53,6 +55,7 @@ class Work:
         self._staging: dict[int, torch.Tensor] = {}
         self._on_host = [piece for task in self.tasks if task.source.is_cpu for piece in _pieces(task)]
         self._on_device = [task for task in self.tasks if not task.source.is_cpu]
+        self.size_bytes = sum(task.source.numel() * task.source.element_size() for task in self.tasks)
 
     def begin(self) -> list[_Piece]:
         """The pieces of one copy. Device tensors set out at once."""
@@ -83,8 +86,10 @@ class Work:
 class Copy:
     """One copy under way."""
 
-    def __init__(self, work: Work, on_done: Callable[[bool], None]) -> None:
-        self._on_done = on_done
+    def __init__(
+        self, work: Work, on_done: Callable[[bool], None], hurry: Callable[[], None] = lambda: None
+    ) -> None:
+        self._on_done, self._hurry = on_done, hurry
         self._changed = threading.Condition()
         self._versions = [(task.source, task.source._version) for task in work.tasks if task.source.is_cpu]
         self._arrived: torch.Event | None = None
@@ -111,9 +116,9 @@ class Copy:
             while (piece := self._take(one, is_patient=False)) is not None:
                 self._copy(piece)
         with self._changed:
-            self._changed.wait_for(
-                lambda: self.is_over or all(self._busy(one) == 0 for one in owners)
-            )
+            if not self._may_change(owners):
+                self._hurry()
+                self._changed.wait_for(lambda: self._may_change(owners))
 
     def work_off(self) -> None:
         """The thread's part: everything that is left, whoever owns it."""
@@ -132,6 +137,9 @@ class Copy:
             was_over, self.is_over = self.is_over, True
             if not was_over:
                 self._changed.wait_for(lambda: self._in_all == 0)
+
+    def _may_change(self, owners: Sequence[int]) -> bool:
+        return self.is_over or all(self._busy(owner) == 0 for owner in owners)
 
     def _busy(self, owner: int) -> int:
         """Pieces of host memory that are not copied yet."""
@@ -171,15 +179,18 @@ class Copier:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._next: Copy | None = None
-        self._is_started = False
+        self._thread: threading.Thread | None = None
+        self._is_hurried = False
 
     def start(self, work: Work, on_done: Callable[[bool], None]) -> Copy:
         """Begin a copy. The one before must be over."""
-        copy = Copy(work, on_done)
+        copy = Copy(work, on_done, self._hurry)
+        if work.size_bytes <= THREAD_WORTH_BYTES:
+            copy.join()
         if not copy.is_over:
-            if not self._is_started:
-                self._is_started = True
-                threading.Thread(target=self._run, name=THREAD_NAME, daemon=True).start()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
+                self._thread.start()
             with self._changed:
                 self._next = copy
                 self._changed.notify()
@@ -187,16 +198,29 @@ class Copier:
 
     def _run(self) -> None:
         torch.set_num_threads(1)
-        try:
-            os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
-        except OSError:
-            pass  # a sandbox that does not allow it: an ordinary thread, then
+        _set_policy(threading.get_native_id(), os.SCHED_IDLE)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._next is not None)
                 copy, self._next = self._next, None
+            if self._is_hurried:
+                self._is_hurried = False
+                _set_policy(threading.get_native_id(), os.SCHED_IDLE)
             assert copy is not None
             copy.work_off()
+
+    def _hurry(self) -> None:
+        """Somebody waits for the piece that the thread has begun: it must not be kept waiting by all the rest."""
+        if self._thread is not None and self._thread.native_id is not None:
+            self._is_hurried = True
+            _set_policy(self._thread.native_id, os.SCHED_OTHER)
+
+
+def _set_policy(thread_id: int, policy: int) -> None:
+    try:
+        os.sched_setscheduler(thread_id, policy, os.sched_param(0))
+    except OSError:
+        pass  # a sandbox that does not allow it, or an ordinary user, who may not go back up: then it stays as it is
 
 
 def _pieces(task: Task) -> Sequence[_Piece]:

@@ -46,7 +46,7 @@ def optimizer_state(optimizer: Optimizer, names: Names) -> dict[str, Any]:
     # Schedulers change the settings of the outer one; ZeRO hands them inwards at its next step.
     outer = optimizer.param_groups if inner is not optimizer else [{}] * len(state["param_groups"])
     state["param_groups"] = [
-        {**group, **_settings(newer), "params": [labels[number] for number in group["params"]]}
+        {**group, **settings_of(newer), "params": [labels[number] for number in group["params"]]}
         for group, newer in zip(state["param_groups"], outer, strict=True)
     ]
     return state
@@ -65,12 +65,12 @@ def load_optimizer(optimizer: Optimizer, saved: dict[str, Any], names: Names, pa
         _load_numbered(inner, _renumbered(saved, numbered, names, path), numbered, path, is_ours)
     if inner is not optimizer:
         for ours, theirs in zip(optimizer.param_groups, inner.param_groups, strict=True):
-            ours.update(_settings(theirs))
+            ours.update(settings_of(theirs))
 
 
 def group_values(optimizer: Optimizer) -> list[dict[str, Any]]:
     """A copy of the settings of each group: what schedulers change."""
-    return [cloned(_settings(group)) for group in optimizer.param_groups]
+    return [cloned(settings_of(group)) for group in optimizer.param_groups]
 
 
 def set_group_values(optimizer: Optimizer, saved: list[dict[str, Any]]) -> None:
@@ -83,7 +83,8 @@ def set_group_values(optimizer: Optimizer, saved: list[dict[str, Any]]) -> None:
                 group[key] = cloned(value)
 
 
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
+def settings_of(group: dict[str, Any]) -> dict[str, Any]:
+    """All of a group but its parameters."""
     return {key: value for key, value in group.items() if key != "params"}
 
 
@@ -125,11 +126,11 @@ def _load_numbered(
     optimizer: Optimizer, saved: dict[str, Any], numbered: dict[Any, torch.Tensor], path: str, is_ours: bool
 ) -> None:
     _check_groups(optimizer, saved, numbered, path)
-    is_torchs = _is_torchs(optimizer)
+    is_torchs = is_plain(optimizer)
     if is_torchs and _fits(optimizer, saved, numbered):
         for number, entry in saved["state"].items():
             _fill(optimizer.state[numbered[number]], entry)
-        set_group_values(optimizer, [_settings(group) for group in saved["param_groups"]])
+        set_group_values(optimizer, [settings_of(group) for group in saved["param_groups"]])
         return
     devices = _step_devices(saved, numbered)
     placed = {
@@ -149,7 +150,7 @@ def _check_groups(optimizer: Optimizer, saved: dict[str, Any], numbered: dict[An
         raise StateError(f"{path} has other parameter groups than were saved: make the same groups in the same order")
 
 
-def _is_torchs(optimizer: Optimizer) -> bool:
+def is_plain(optimizer: Optimizer) -> bool:
     """Whether torch's own load_state_dict applies, with nobody's hooks."""
     hooks = (
         optimizer._optimizer_load_state_dict_pre_hooks,

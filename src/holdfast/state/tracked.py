@@ -92,6 +92,10 @@ class Tracked:
     def __contains__(self, name: str) -> bool:
         return name in self._objects
 
+    def objects(self) -> dict[str, Any]:
+        """All of them, in the order in which they were named."""
+        return self._objects
+
     def modules(self) -> dict[str, Module]:
         """The tracked modules, as they were given."""
         return {name: thing for name, thing in self._objects.items() if isinstance(thing, Module)}

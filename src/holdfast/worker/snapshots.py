@@ -32,6 +32,7 @@ from holdfast.errors import StateError
 from holdfast.state.copier import Copier, Copy, Task, Work
 from holdfast.state.optimizers import parameters_of
 from holdfast.state.parts import PartPlan, views
+from holdfast.state.roll import Roll
 from holdfast.state.sharded import local_of
 from holdfast.state.tracked import Tracked
 from holdfast.state.tree import Flat
@@ -69,10 +70,13 @@ class _Slot:
     lock: ImageLock
     framed: Layout | None = None
     """The layout whose frames are in it."""
+    tensors: list[torch.Tensor] | None = None
+    """Those that the two below are of: the state's list, which is the same object while nothing but values changes."""
+    at_once: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     work: Work | None = None
 
     def close(self) -> None:
-        self.work = None  # tensors that are views of the memory go first
+        self.work, self.at_once = None, ([], [])  # tensors that are views of the memory go first
         self.lock.close()
         try:
             self.memory.close()
@@ -85,6 +89,7 @@ class Snapshots:
 
     def __init__(self, line: Line, tracked: Tracked, settings: Settings) -> None:
         self._line, self._tracked, self._settings = line, tracked, settings
+        self._roll = Roll(tracked)
         self._copier = Copier()
         self._seat: Seat | None = None
         self._slots: list[_Slot] = []
@@ -100,6 +105,8 @@ class Snapshots:
         self._moving: threading.Thread | None = None
         self._copies_shared_at_once = False
         self._stall_s = self._step_s = self._spent_s = 0.0
+        self._is_usual = True
+        """Whether the copy under way is like the next ones: not the first of a new plan."""
         self._began_at = 0.0
         self._checkpointed_at = time.monotonic()
 
@@ -166,7 +173,7 @@ class Snapshots:
         self._began_at = now
         if not self._is_next:
             return
-        self._spent_s, self._last = 0.0, step
+        self._spent_s, self._last, self._is_usual = 0.0, step, True
         try:
             self._begin_copy(step)
         except StateError:
@@ -244,7 +251,7 @@ class Snapshots:
 
     def _plan(self) -> tuple[PartPlan, Flat]:
         """Where everything goes, as the state is now."""
-        flat = self._tracked.state()
+        flat = self._roll.state()
         if self._planned is None or not self._planned.fits(flat):
             about = {"part": str(self._cut.part), "shards": str(self._cut.shards), "shares": str(self._cut.shares)}
             self._planned = PartPlan(flat, self._cut.shares, self._cut.share, about)
@@ -256,18 +263,29 @@ class Snapshots:
         with memoryview(slot.memory) as memory:
             if slot.framed is not layout:
                 layout.frame(memory)
-                slot.framed = layout
+                slot.framed, slot.work = layout, None
             layout.put_skeleton(memory, flat.skeleton)
+        if slot.tensors is not flat.tensors or slot.work is None:
+            slot.tensors, self._is_usual = flat.tensors, False
+            slot.at_once, slot.work = self._share_out(views(layout, slot.memory), planned.tensors(flat))
+        targets, sources = slot.at_once
+        if targets:
+            with torch.no_grad():
+                torch._foreach_copy_(targets, sources)
+        return slot.work
+
+    def _share_out(
+        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+    ) -> tuple[tuple[list[torch.Tensor], list[torch.Tensor]], Work]:
+        """What is to be copied at once, and what can wait until an update."""
         owners = self._owners()
         tasks = [
             Task(target, source, owners.get(source.untyped_storage().data_ptr(), AT_ONCE))
-            for target, source in zip(views(layout, slot.memory), planned.tensors(flat), strict=True)
+            for target, source in zip(targets, sources, strict=True)
         ]
         at_once = [task for task in tasks if task.owner == AT_ONCE]
-        if at_once:
-            with torch.no_grad():
-                torch._foreach_copy_([task.target for task in at_once], [task.source for task in at_once])
-        return Work(task for task in tasks if task.owner != AT_ONCE)
+        later = Work(task for task in tasks if task.owner != AT_ONCE)
+        return ([task.target for task in at_once], [task.source for task in at_once]), later
 
     def _owners(self) -> dict[int, int]:
         """Memory that stands still until an update → whose update."""
@@ -290,6 +308,8 @@ class Snapshots:
         self._slots[number].lock.release()
         if spoiled:
             self._copies_shared_at_once = True
+            for slot in self._slots:
+                slot.tensors = None
             self._seat.count("spoiled")
         else:
             self._seat.count("taken")
@@ -297,7 +317,8 @@ class Snapshots:
 
     def _note_end(self) -> None:
         self._copy = None
-        self._stall_s = _mean(self._stall_s, self._spent_s)
+        if self._is_usual:
+            self._stall_s = _mean(self._stall_s, self._spent_s)
 
     def _abandon(self) -> None:
         if self._copy is None:
