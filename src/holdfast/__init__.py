@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from holdfast.data.stream import Stream
     from holdfast.errors import RetryableError
     from holdfast.failover import DynamicAgentFailoverExtension, DynamicFailoverExtension, FailoverStrategy
+    from holdfast.worker.checkpointer import Checkpointer
     from holdfast.worker.elastic import elastic
     from holdfast.worker.session import Job, init
     from holdfast.worker.steps import Step
 
 __version__ = "0.1.0"
 __all__ = [
+    "Checkpointer",
     "DynamicAgentFailoverExtension",
     "DynamicFailoverExtension",
     "FailoverStrategy",
@@ -35,6 +37,7 @@ __all__ = [
 ]
 
 _ROOMS = {
+    "Checkpointer": "holdfast.worker.checkpointer",
     "DynamicAgentFailoverExtension": "holdfast.failover",
     "DynamicFailoverExtension": "holdfast.failover",
     "FailoverStrategy": "holdfast.failover",

@@ -138,7 +138,7 @@ class Crew:
     @property
     def in_session(self) -> bool:
         """Whether workers live here that can be told to leave at a step boundary, or are leaving."""
-        return any(w.line is not None and not w.is_spare for w in self._staff)
+        return any(w.line is not None and w.repairs and not w.is_spare for w in self._staff)
 
     @property
     def is_done(self) -> bool:
@@ -427,12 +427,12 @@ class Crew:
 
     # --- what workers say (line.Listener)
 
-    def enrolled(self, worker: str, pid: int, line: Line) -> bool:
+    def enrolled(self, worker: str, pid: int, line: Line, repairs: bool) -> bool:
         """Its first words. False: nobody we know, or somebody who has a line already."""
         known = self._staff.find(worker)
         if known is None or known.line is not None or known.line_was_lost:
             return False
-        known.line, known.script_pid = line, pid
+        known.line, known.script_pid, known.repairs = line, pid, repairs
         known.tell(
             Welcome(
                 place=known.place,
@@ -457,7 +457,7 @@ class Crew:
         asyncio.get_running_loop().call_later(LINE_GRACE_S, self._lives_without_line, known)
 
     def _lives_without_line(self, worker: Worker) -> None:
-        if self._staff.find(worker.nonce) is None or worker.dismissed:
+        if self._staff.find(worker.nonce) is None or worker.dismissed or not worker.repairs:
             return
         log.warning(f"the line to process {worker.pid} is lost: it cannot be given another place")
         if worker.is_spare and worker.child:

@@ -37,7 +37,7 @@ log = structlog.get_logger("agent")
 class Listener(Protocol):
     """Who hears what workers say. A worker is named by its nonce."""
 
-    def enrolled(self, worker: str, pid: int, line: Line) -> bool:
+    def enrolled(self, worker: str, pid: int, line: Line, repairs: bool) -> bool:
         """False: there is no such worker, or it has a line already."""
 
     def heard(self, worker: str, message: FromWorker) -> None: ...
@@ -149,7 +149,7 @@ class LineServer:
         first = further.pop(0)
         if not isinstance(first, Enrol):
             raise WireError(f"it began with {type(first).__name__}, not with its name")
-        if not self._listener.enrolled(first.worker, first.pid, Line(writer)):
+        if not self._listener.enrolled(first.worker, first.pid, Line(writer), first.repairs):
             raise WireError(f"process {first.pid} is no worker of this agent, or one that has a line already")
         return first.worker
 

@@ -14,16 +14,16 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import structlog
 
 from holdfast.agent.vault import Kept, Vault
-from holdfast.errors import HoldfastError
+from holdfast.errors import CheckpointError, HoldfastError
 from holdfast.storage.catalogue import Catalogue, Found
-from holdfast.storage.manifest import About
+from holdfast.storage.manifest import About, finite
 from holdfast.storage.retention import parse_policy
 from holdfast.storage.stores import Store, open_store
 from holdfast.storage.writing import Writing
@@ -44,31 +44,37 @@ Published = Callable[[int, str], None]
 """Told the step and the place of a checkpoint that is complete."""
 
 
+class Key(NamedTuple):
+    """Of an attempt. All agents of a job name it alike."""
+
+    url: str
+    view: int
+    step: int
+
+
 class Persister:
     """One for the life of an agent."""
 
     def __init__(self, vault: Vault, keep: str, published: Published) -> None:
         self._vault, self._keep, self._published = vault, keep, published
         self._url = self._job_id = ""
-        self._store: Store | None = None
+        self._stores: dict[str, Store] = {}
         self._threads = ThreadPoolExecutor(WRITERS, "holdfast-persist")
         self._tasks: set[asyncio.Task[None]] = set()
-        self._attempts: dict[tuple[int, int], Writing] = {}
-        """By view and step."""
-        self._publishing: set[tuple[int, int]] = set()
+        self._attempts: dict[Key, Writing] = {}
+        self._publishing: dict[Key, asyncio.Task[str]] = {}
         self.newest: Found | None = None
         """The newest checkpoint that this agent knows to be complete."""
 
     def open(self, job_id: str, url: str) -> None:
         """Where checkpoints go, once it is known."""
-        if (job_id, url) != (self._job_id, self._url):
-            self._job_id, self._url, self._store = job_id, url, None
+        self._job_id, self._url = job_id, url
 
-    def wanted(self, seat: int, message: Sealed) -> None:
-        """A worker's image is to become part of a checkpoint."""
-        for kept in self._vault.kept():
-            if kept.seat == seat and kept.record.step == message.step:
-                self._beside(self._persist(kept, message.metrics, message.notes))
+    def wanted(self, seat: int, message: Sealed, tell: Callable[[str], None] | None = None) -> None:
+        """A worker's image is to become part of a checkpoint. `tell` is told why it did not, or nothing if it did."""
+        kept = next((k for k in self._vault.kept() if (k.seat, k.record.step) == (seat, message.step)), None)
+        if kept is not None:
+            self._beside(self._persist(kept, message, tell or (lambda why: None)))
 
     async def drain(self) -> None:
         """Until everything that was begun has come to an end."""
@@ -85,53 +91,52 @@ class Persister:
             ours = [kept for kept in self._vault.kept() if kept.record.step == step]
             if is_alone and {kept.record.part for kept in ours} != set(range(ours[0].record.parts)):
                 continue
-            results = await asyncio.gather(*(self._in_thread(self._write, kept, {}, {}) for kept in ours))
-            record = ours[0].record
-            if all(results) and await self._until_published((record.view, step), RESCUE_WAIT_S):
+            key = Key(self._url, ours[0].record.view, step)
+            said = Sealed(step, True)
+            troubles = await asyncio.gather(*(self._in_thread(self._write, key, kept, said) for kept in ours))
+            if not any(troubles) and not await self._until_published(key, RESCUE_WAIT_S):
                 break
-            await self._in_thread(self._abandon, (record.view, step))
+            await self._in_thread(self._abandon, key)
         return self.newest
 
     async def close(self) -> None:
-        for task in self._tasks:
+        for task in (*self._tasks, *self._publishing.values()):
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, *self._publishing.values(), return_exceptions=True)
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     # --- one image
 
-    async def _persist(self, kept: Kept, metrics: Mapping[str, float], notes: Mapping[str, Any]) -> None:
-        key = (kept.record.view, kept.record.step)
-        if not await self._in_thread(self._write, kept, metrics, notes):
-            return
-        if key not in self._publishing:
-            self._publishing.add(key)
-            try:
-                await self._until_published(key, UNPUBLISHED_MAX_S)
-            finally:
-                self._publishing.discard(key)
+    async def _persist(self, kept: Kept, message: Sealed, tell: Callable[[str], None]) -> None:
+        key = Key(message.url or self._url, kept.record.view, kept.record.step)
+        if not (trouble := await self._in_thread(self._write, key, kept, message)):
+            if key not in self._publishing:
+                self._publishing[key] = asyncio.create_task(self._until_published(key, UNPUBLISHED_MAX_S))
+            trouble = await self._publishing[key]
+            self._publishing.pop(key, None)
+        tell(trouble)
 
-    def _write(self, kept: Kept, metrics: Mapping[str, float], notes: Mapping[str, Any]) -> bool:
+    def _write(self, key: Key, kept: Kept, message: Sealed) -> str:
+        """What went wrong; nothing if it did not."""
         began_at = time.monotonic()
         try:
-            attempt = self._attempt(kept, metrics, notes)
+            attempt = self._attempt(key, kept, message)
             with self._vault.reading(kept) as memory:
                 if memory is None:
-                    log.warning(f"the snapshot of step {kept.record.step} is gone before it was written to storage")
-                    return False
+                    raise CheckpointError("it was overwritten before it was read")
                 with memoryview(memory) as image:
                     part = attempt.write_part(kept.record.part, image)
         except (HoldfastError, OSError) as error:
-            log.warning(f"part {kept.record.part} of the checkpoint of step {kept.record.step} is not written: {error}")
-            return False
+            trouble = f"part {kept.record.part} of the checkpoint of step {kept.record.step} is not written: {error}"
+            log.warning(trouble)
+            return trouble
         self._vault.note_checksums(kept, [part.checksum(block) for block in range(part.blocks)])
         took_s = time.monotonic() - began_at
         log.debug(f"part {part.number} of step {kept.record.step}: {part.size_bytes / 2**20:.0f} MiB in {took_s:.2f} s")
-        return True
+        return ""
 
-    def _attempt(self, kept: Kept, metrics: Mapping[str, float], notes: Mapping[str, Any]) -> Writing:
+    def _attempt(self, key: Key, kept: Kept, message: Sealed) -> Writing:
         record = kept.record
-        key = (record.view, record.step)
         if key not in self._attempts:
             about = About(
                 step=record.step,
@@ -143,60 +148,62 @@ class Persister:
                 created_unix_s=record.created_ns / 1e9,
                 job_id=self._job_id,
                 versions={"holdfast": importlib.metadata.version("holdfast")},
-                metrics=dict(metrics),
-                notes=dict(notes),
+                metrics=finite(message.metrics),
+                notes=dict(message.notes),
             )
-            self._attempts[key] = Writing(self._open_store(), about, f"{_plain(self._job_id)}-v{record.view}")
+            nonce = f"{_plain(self._job_id)}-v{record.view}"
+            self._attempts[key] = Writing(self._store(key.url), about, nonce)
         return self._attempts[key]
 
-    def _open_store(self) -> Store:
-        if self._store is None:
-            self._store = open_store(self._url)
-        return self._store
+    def _store(self, url: str) -> Store:
+        if url not in self._stores:
+            self._stores[url] = open_store(url)
+        return self._stores[url]
 
     # --- all of them
 
-    async def _until_published(self, key: tuple[int, int], patience_s: float) -> bool:
-        """Whether all parts came. Looks again now and then, as other nodes' parts make no sound."""
+    async def _until_published(self, key: Key, patience_s: float) -> str:
+        """Why it is not, or nothing. Looks again now and then, as other nodes' parts make no sound."""
         give_up_at, wait_s = time.monotonic() + patience_s, RETRY_S_MIN
         while True:
             try:
                 found = await self._in_thread(self._attempts[key].publish)
             except (HoldfastError, OSError) as error:
-                log.warning(f"the checkpoint of step {key[1]} is not published: {error}")
-                return False
+                log.warning(f"the checkpoint of step {key.step} is not published: {error}")
+                return str(error)
             if found is not None:
-                self._note(found)
-                await self._in_thread(self._prune)
-                self._attempts.pop(key, None)
-                return True
-            if time.monotonic() >= give_up_at or (self.newest is not None and self.newest.step > key[1]):
-                return False
+                self._note(key, found)
+                await self._in_thread(self._prune, key)
+                return ""
+            is_late = self.newest is not None and self.newest.step > key.step
+            if time.monotonic() >= give_up_at or is_late:
+                return f"step {key.step} is not complete: parts of other nodes are missing"
             await asyncio.sleep(wait_s)
             wait_s = min(wait_s * 2.0, RETRY_S_MAX)
 
-    def _note(self, found: Found) -> None:
-        if self.newest is None or found.step > self.newest.step:
+    def _note(self, key: Key, found: Found) -> None:
+        self._attempts.pop(key, None)
+        log.info(f"checkpoint of step {found.step} is complete: {found.url}")
+        if key.url == self._url and (self.newest is None or found.step > self.newest.step):
             self.newest = found
-            log.info(f"checkpoint of step {found.step} is complete: {found.url}")
             self._published(found.step, found.url)
 
-    def _prune(self) -> None:
+    def _prune(self, key: Key) -> None:
         try:
-            removed = Catalogue(self._open_store()).prune(parse_policy(self._keep))
+            pruned = Catalogue(self._store(key.url)).prune(parse_policy(self._keep), trusted=[key.step])
         except (HoldfastError, OSError) as error:
             log.warning(f"old checkpoints stay: {error}")
         else:
-            for step in removed.removed:
+            for step in pruned.removed:
                 log.debug(f"checkpoint of step {step} removed, as --checkpoint-keep says")
 
-    def _abandon(self, key: tuple[int, int]) -> None:
+    def _abandon(self, key: Key) -> None:
         attempt = self._attempts.pop(key, None)
         try:
             if attempt is not None:
                 attempt.abandon()
         except (HoldfastError, OSError) as error:
-            log.warning(f"an unfinished checkpoint of step {key[1]} stays behind: {error}")
+            log.warning(f"an unfinished checkpoint of step {key.step} stays behind: {error}")
 
     def _beside(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

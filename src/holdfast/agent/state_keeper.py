@@ -24,7 +24,7 @@ from holdfast.core.kept import KeptImage
 from holdfast.errors import HoldfastError
 from holdfast.storage.catalogue import Catalogue
 from holdfast.storage.stores import open_store
-from holdfast.wire.session import Held, Sealed
+from holdfast.wire.session import Held, Sealed, Written
 
 SAY_EVERY_S = 1.0
 """How soon the master hears of a new snapshot. When a worker ends it hears at once."""
@@ -62,7 +62,8 @@ class StateKeeper:
     def sealed(self, worker: Worker, message: Sealed) -> None:
         """A snapshot is whole."""
         if message.wanted and worker.seat is not None:
-            self.persister.wanted(worker.seat, message)
+            tell = (lambda why: worker.tell(Written(message.step, why))) if message.url else None
+            self.persister.wanted(worker.seat, message, tell)
         if self._saying is None:
             self._saying = asyncio.get_running_loop().call_later(SAY_EVERY_S, self.say)
 

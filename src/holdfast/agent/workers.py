@@ -44,6 +44,8 @@ class Worker:
     """The newest one it was, or will be, told."""
     line: Line | None = None
     line_was_lost: bool = False
+    repairs: bool = False
+    """Whether what it said first was that it can be given another place: it has a session."""
     script_pid: int = 0
     """Of the process that enrolled: not always the one we started."""
     session: SessionInfo | None = None

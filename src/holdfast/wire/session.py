@@ -4,7 +4,7 @@ The worker speaks from a thread of its own, so that it hears a new view while it
 
     worker → agent     Enrol, Ready, Joined, Committed, Interrupted, Released, Skipped, Shards, Stacks,
                        NeedRoom, Sealed, AskHeld
-    agent → worker     Welcome, Prepare, Assign, Revoke, Release, ShowStacks, Room, Held
+    agent → worker     Welcome, Prepare, Assign, Revoke, Release, ShowStacks, Room, Held, Written
 
 A worker's life in these words:
 
@@ -57,6 +57,8 @@ class Enrol(msgspec.Struct, frozen=True, tag="enrol"):
 
     worker: str
     pid: int
+    repairs: bool = True
+    """Whether it has a session. Otherwise it only has its state kept: to its agent it is a program like any other."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -145,6 +147,8 @@ class Sealed(msgspec.Struct, frozen=True, tag="sealed"):
     """Whether it is to become a checkpoint; only then the rest is said."""
     metrics: dict[str, float] = {}
     notes: dict[str, str] = {}
+    url: str = ""
+    """Where to; empty: where the job's checkpoints are. Of one that says so, it wants to know what comes of it."""
 
 
 class AskHeld(msgspec.Struct, frozen=True, tag="ask-held"):
@@ -226,6 +230,14 @@ class HeldImage(msgspec.Struct, frozen=True, kw_only=True):
     """Of its blocks (storage/image.py), where they are known."""
 
 
+class Written(msgspec.Struct, frozen=True, tag="written"):
+    """What came of a state that was to become a checkpoint."""
+
+    step: int
+    why: str
+    """Why it did not; empty if it did."""
+
+
 class Held(msgspec.Struct, frozen=True, tag="held"):
     request: int
     images: tuple[HeldImage, ...]
@@ -246,4 +258,4 @@ FromWorker = (
     | Sealed
     | AskHeld
 )
-ToWorker = Welcome | Prepare | Assign | Revoke | Release | ShowStacks | Room | Held
+ToWorker = Welcome | Prepare | Assign | Revoke | Release | ShowStacks | Room | Held | Written

@@ -26,6 +26,7 @@ from holdfast.storage.stores import open_store
 from holdfast.storage.writing import Writing
 from holdfast.wire.session import Place
 from holdfast.worker import groups
+from holdfast.worker.talk import Talk
 
 SHARDS_A_RANK_MAX = 16
 """How many shards one rank may offer to write: its own, and the replicas it keeps."""
@@ -77,13 +78,13 @@ def newest(url: str, before: int | None = None) -> Found | None:
     return None
 
 
-def restore(url: str, tracked: Tracked, rank: int, shards: int) -> Found | None:
+def restore(url: str, tracked: Tracked, shards: int, talk: Talk) -> Found | None:
     """Load the newest checkpoint there is, whatever world wrote it; None if there is none. All ranks together: what one
     of them cannot load, nobody uses."""
     before: int | None = None
-    while (step := _agreed_step(url, before)) >= 0:
-        found, trouble = _try_to_load(url, step, tracked, rank, shards)
-        if not groups.agree((int(bool(trouble)),))[0]:
+    while (step := _agreed_step(url, before, talk)) >= 0:
+        found, trouble = _try_to_load(url, step, tracked, talk.rank, shards)
+        if not talk.agree((int(bool(trouble)),))[0]:
             return found
         log.warning("checkpoint of step %d passed over: %s", step, trouble or "another rank cannot load it")
         before = step
@@ -92,11 +93,11 @@ def restore(url: str, tracked: Tracked, rank: int, shards: int) -> Found | None:
     return None
 
 
-def _agreed_step(url: str, before: int | None) -> int:
+def _agreed_step(url: str, before: int | None, talk: Talk) -> int:
     """The newest that every rank sees; -1 if there is none."""
     found = newest(url, before)
     step = found.step if found is not None else -1
-    highest, lowest = groups.agree((step, -step))
+    highest, lowest = talk.agree((step, -step))
     if -lowest < 0 <= highest:
         raise SettleError(
             f"some ranks see a checkpoint of step {highest}, others none: give all nodes the same --checkpoint-dir, on"

@@ -13,6 +13,7 @@ It is always in one of these places, and each knows what to do about a view that
 
 from __future__ import annotations
 
+import json
 from typing import Any, NoReturn
 
 import torch
@@ -26,7 +27,7 @@ from holdfast.state.snapshot import Snapshot
 from holdfast.state.tracked import Tracked
 from holdfast.wire.progress import Phase
 from holdfast.wire.session import Closed, Committed, Joined, Ready, Shards
-from holdfast.worker import checkpoints, elastic, groups, recalling, resharding, restoring
+from holdfast.worker import checkpoints, elastic, groups, recalling, resharding, restoring, talk
 from holdfast.worker.launch import Launch
 from holdfast.worker.membership import bare
 from holdfast.worker.models import align_buffers, is_sharded, reset_models, shards_of
@@ -65,6 +66,8 @@ class Engine:
         self._transaction: Transaction | None = None
         self._snapshots: Snapshots | None = None
         self._witness = Witness(self._page)
+        self.logged: dict[str, float] = {}
+        """What the script said of its last committed step."""
         groups.on_collective(self._on_collective)
 
     @property
@@ -95,7 +98,7 @@ class Engine:
         if recalled := self._recall():
             self.next_step, self._seed, self._first_step = recalled.step, recalled.seed, recalled.step
         elif found := checkpoints.restore(
-            self._launched.checkpoint_dir, self._tracked, dist.get_rank(), self._shards
+            self._launched.checkpoint_dir, self._tracked, self._shards, talk.in_session()
         ):
             self.next_step = self._first_step = found.step
             self._seed = found.about.seed
@@ -108,7 +111,13 @@ class Engine:
         (newer_than,) = groups.agree((stored.step if stored else -1,))
         held = self._line.held()
         return recalling.recall(
-            held, place.local_rank, place.local_world_size, self._shards, self._tracked, newer_than
+            held,
+            place.local_rank,
+            place.local_world_size,
+            self._shards,
+            self._tracked,
+            newer_than,
+            talk.in_session(),
         )
 
     def begin(self) -> None:
@@ -120,7 +129,7 @@ class Engine:
             self._seed = self._seed if self._seed is not None else torch.initial_seed()
             return
         if self._launched.snapshots.every >= 0:
-            self._snapshots = Snapshots(self._line, self._tracked, self._launched.snapshots)
+            self._snapshots = Snapshots(self._line, self._tracked, self._launched.snapshots, self._describe)
         self._page.move(phase=Phase.PARKED)
         self._witness.attach(self._witnessed().values())
         self._line.tell(Ready(self._session_info(), describe(self._witnessed())))
@@ -427,6 +436,11 @@ class Engine:
         if not is_sharded(self._tracked.modules().values()):
             is_resizable = self._shards == 1
         return SessionInfo(shards=self._shards, replicas=self._copies, resizable=is_resizable)
+
+    def _describe(self) -> tuple[dict[str, float], dict[str, str]]:
+        """For a checkpoint's manifest: what was logged last, and where in the data we are."""
+        positions = {name: json.dumps(thing.state_dict(), default=str) for name, thing in self._witnessed().items()}
+        return self.logged, positions
 
     def _choose_undo(self) -> None:
         if self.membership is not None and is_sharded(self._tracked.modules().values()):

@@ -36,6 +36,7 @@ from holdfast.wire.session import (
     Stacks,
     ToWorker,
     Welcome,
+    Written,
 )
 
 SOCKET_VARIABLE = "HOLDFAST_SOCKET"
@@ -50,7 +51,7 @@ Revoker = Callable[[str, int], None]
 class Line:
     """One worker's connection. `revoke` is called from the thread."""
 
-    def __init__(self, path: str, worker: str, revoke: Revoker) -> None:
+    def __init__(self, path: str, worker: str, revoke: Revoker, repairs: bool = True) -> None:
         self._revoke = revoke
         self._changed = threading.Condition()
         self._sending = threading.Lock()
@@ -60,6 +61,7 @@ class Line:
         self._release = 0
         self._held: dict[int, tuple[HeldImage, ...]] = {}
         self._requests = 0
+        self._written: dict[int, str] = {}
         self.room: Room | None = None
         """For the images of this worker's state, the newest that the agent has made; see snapshots.py."""
         self._is_lost = False
@@ -69,7 +71,7 @@ class Line:
         except OSError as error:
             raise LaunchError(f"this worker cannot reach its agent at {path}: {error.strerror}") from error
         os.register_at_fork(after_in_child=self._socket.close)  # a data loader's process must not hold the line
-        self.tell(Enrol(worker, os.getpid()))
+        self.tell(Enrol(worker, os.getpid(), repairs))
         threading.Thread(target=self._listen, name=THREAD_NAME, daemon=True).start()
 
     # --- what the main thread asks
@@ -106,6 +108,12 @@ class Line:
         with self._changed:
             self._wait(lambda: request in self._held)
             return self._held.pop(request)
+
+    def wait_for_written(self, step: int) -> str:
+        """What came of a state that was to become a checkpoint: why it did not, or nothing."""
+        with self._changed:
+            self._wait(lambda: step in self._written)
+            return self._written.pop(step)
 
     @property
     def told_view(self) -> int:
@@ -165,6 +173,10 @@ class Line:
             case Held(request=request, images=images):
                 with self._changed:
                     self._held[request] = images
+                    self._changed.notify_all()
+            case Written(step=step, why=why):
+                with self._changed:
+                    self._written[step] = why
                     self._changed.notify_all()
 
     def _keep(

@@ -29,7 +29,7 @@ from holdfast.state.parts import MemoryPart, PartSource, load_parts
 from holdfast.state.tracked import Tracked
 from holdfast.wire.session import HeldImage
 from holdfast.wire.slots import ImageLock
-from holdfast.worker import groups
+from holdfast.worker.talk import Talk
 
 OFFERS_MAX = 64
 """Images one worker may offer."""
@@ -64,25 +64,31 @@ class Choice(NamedTuple):
 
 
 def recall(
-    held: Sequence[HeldImage], local_rank: int, local_world_size: int, shards: int, tracked: Tracked, newer_than: int
+    held: Sequence[HeldImage],
+    local_rank: int,
+    local_world_size: int,
+    shards: int,
+    tracked: Tracked,
+    newer_than: int,
+    talk: Talk,
 ) -> Choice | None:
     """Load the newest state that is whole in the nodes' memory, if it is of a later step than `newer_than`. All ranks
     at once. None: there is none, or it could not be loaded; then the objects may hold a mixture."""
     mine = sorted(held, key=lambda one: one.path)
     offered = [one for index, one in enumerate(mine) if index % local_world_size == local_rank][:OFFERS_MAX]
-    choice = choose([_offers(row) for row in groups.gather(_words(offered))], newer_than)
+    choice = choose([_offers(row) for row in talk.gather(_words(offered))], newer_than)
     if choice is None:
         return None
     trouble = ""
     with ExitStack() as stack:
         try:
-            sources = _gather_parts(choice, mine, shards, stack)
-            same_cut = choice.shards == shards and choice.shards * choice.shares == dist.get_world_size()
-            shard = dist.get_rank() % shards if same_cut else None
+            sources = _gather_parts(choice, mine, shards, talk, stack)
+            same_cut = choice.shards == shards and choice.shards * choice.shares == talk.size
+            shard = talk.rank % shards if same_cut else None
             load_parts(sources, choice.shards, choice.shares, tracked, shard=shard)
         except (CheckpointError, StateError) as error:
             trouble = str(error)
-    if groups.agree((int(bool(trouble)),))[0]:
+    if talk.agree((int(bool(trouble)),))[0]:
         log.warning("step %d in memory cannot be used: %s", choice.step, trouble or "another rank cannot load it")
         return None
     return choice
@@ -100,28 +106,28 @@ def choose(rows: Sequence[Sequence[Offer]], newer_than: int) -> Choice | None:
     return max(whole, key=lambda one: (one.step, one.shards, one.shares), default=None)
 
 
-def _needed(choice: Choice, shards: int) -> list[int]:
+def _needed(choice: Choice, shards: int, rank: int) -> list[int]:
     """The parts of our shard, if the state is cut as ours; else all of them."""
     if choice.shards != shards:
         return sorted(choice.servers)
-    return [part for part in sorted(choice.servers) if part % shards == dist.get_rank() % shards]
+    return [part for part in sorted(choice.servers) if part % shards == rank % shards]
 
 
 def _gather_parts(
-    choice: Choice, mine: Sequence[HeldImage], shards: int, stack: ExitStack
+    choice: Choice, mine: Sequence[HeldImage], shards: int, talk: Talk, stack: ExitStack
 ) -> dict[int, PartSource]:
     """All parts that we need, those of other nodes sent by who has them."""
     cut = (choice.step, choice.shards, choice.shares)
     here = {one.part: one for one in mine if (one.step, one.shards, one.shares) == cut}
-    needed = _needed(choice, shards)
+    needed = _needed(choice, shards, talk.rank)
     missing = {part for part in needed if part not in here}
-    rows = groups.gather([int(part in missing) for part in sorted(choice.servers)])
+    rows = talk.gather([int(part in missing) for part in sorted(choice.servers)])
     kept: list[Any] = []
     sources: dict[int, PartSource] = {}
     for index, part in enumerate(sorted(choice.servers)):
         server, size_bytes = choice.servers[part]
         receivers = [rank for rank, row in enumerate(rows) if row[index]]
-        if server == dist.get_rank() and receivers:
+        if server == talk.rank and receivers:
             tensor = torch.frombuffer(_mapped(here[part], stack), dtype=torch.uint8)
             kept += [(dist.isend(tensor, rank, tag=_TAG), tensor) for rank in receivers]
         elif part in missing:

@@ -63,6 +63,11 @@ def init(*, seed: int | None = None, timeout: timedelta = DEFAULT_TIMEOUT, reduc
     return _job
 
 
+def is_begun() -> bool:
+    """Whether this process has joined."""
+    return _job is not None
+
+
 class Job:
     """A worker's part in the training job. Made by `hf.init()`."""
 
@@ -201,7 +206,7 @@ class Job:
             self._keep_values(step)
 
     def _keep_values(self, step: Step) -> None:
-        self.logged = step.values
+        self.logged = self._engine.logged = step.values
         error_file = os.environ.get(ERROR_FILE_VARIABLE, "")
         if step.values and error_file:
             line = {"step": step.number, "rank": self.rank, "view": self.view} | step.values

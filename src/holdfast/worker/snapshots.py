@@ -20,10 +20,10 @@ from __future__ import annotations
 import mmap
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -40,14 +40,26 @@ from holdfast.storage.image import Layout
 from holdfast.wire.session import NeedRoom, Room, Sealed
 from holdfast.wire.session import Snapshots as Settings
 from holdfast.wire.slots import SLOTS, ImageLock, Record, Seat, Status, Wanted, map_image, populate
-from holdfast.worker.line import Line
 
 SHARED, AT_ONCE = -1, -2
 """Who owns a tensor that no optimizer does: any update may be followed by a change of it, or anything at all."""
 SMOOTHING = 0.2
 """Of the newest measurement, in the running means of costs."""
-FINAL_PATIENCE_S = 60.0
-"""How long the last copy of a run may wait for a slot that its agent is still reading."""
+PATIENCE_S = 600.0
+"""How long a copy that must be made may wait for a slot whose state is still being written to storage."""
+
+
+Describe = Callable[[], tuple[dict[str, float], dict[str, str]]]
+"""Metrics, and whatever else a checkpoint's manifest should say."""
+
+
+class Keeper(Protocol):
+    """Who owns the memory: the agent, at the other end of the line, or a stand-in."""
+
+    @property
+    def room(self) -> Room | None: ...
+
+    def tell(self, message: NeedRoom | Sealed) -> None: ...
 
 
 class Cut(NamedTuple):
@@ -85,10 +97,12 @@ class _Slot:
 
 
 class Snapshots:
-    """One worker's copies. Without an agent, or with snapshots off, there are none (`NoSnapshots`)."""
+    """One worker's copies."""
 
-    def __init__(self, line: Line, tracked: Tracked, settings: Settings) -> None:
-        self._line, self._tracked, self._settings = line, tracked, settings
+    def __init__(
+        self, line: Keeper, tracked: Tracked, settings: Settings, describe: Describe = lambda: ({}, {})
+    ) -> None:
+        self._line, self._tracked, self._settings, self._describe = line, tracked, settings, describe
         self._roll = Roll(tracked)
         self._copier = Copier()
         self._seat: Seat | None = None
@@ -199,19 +213,26 @@ class Snapshots:
 
     def take_last(self, step: int) -> None:
         """Behind the last step: the final state is to become a checkpoint, if checkpoints are made at all."""
-        if not self._settings.checkpoint_at_end or self._settings.every < 0:
-            return
+        if self._settings.checkpoint_at_end and self._settings.every >= 0:
+            self.take(step)
+            self.join(None)
+
+    def take(self, step: int) -> str:
+        """Begin to copy the state as it is now, which is to become a checkpoint. Waits until there is a slot to copy
+        into. Why it cannot be done, or nothing."""
         self.join(None)
-        give_up_at = time.monotonic() + FINAL_PATIENCE_S
         self._ask_for_room(self._plan()[0].layout.size_bytes)
-        self._last = step
-        while not (self._room_is_there() and self._free_slot() is not None):
-            if time.monotonic() > give_up_at or self._is_refused():
-                return
-            time.sleep(0.01)  # for the agent to make room, or to be through with a slot: no event reaches this thread
-        self._is_wanted_next = True
+        self._last, self._is_wanted_next = step, True
+        give_up_at = time.monotonic() + PATIENCE_S
+        while not (self._room_is_there() and self._room_is_enough() and self._free_slot() is not None):
+            room = self._line.room
+            if room is not None and room.why:
+                return room.why
+            if time.monotonic() > give_up_at:
+                return f"both of the last two states are still being written after {PATIENCE_S:.0f} s"
+            time.sleep(0.005)  # for room, or for a slot that is being read: no event reaches this thread
         self._begin_copy(step)
-        self.join(None)
+        return ""
 
     def close(self) -> None:
         self._abandon()
@@ -246,8 +267,10 @@ class Snapshots:
             time.time_ns(),
         )
         self._seat.write(number, record)
+        metrics, notes = self._describe() if self._is_wanted_next else ({}, {})
+        told = Sealed(step, self._is_wanted_next, metrics, notes)
         work = self._prepare(slot, planned, flat)
-        self._copy = self._copier.start(work, lambda spoiled: self._sealed(number, record, spoiled))
+        self._copy = self._copier.start(work, lambda spoiled: self._sealed(number, record, told, spoiled))
 
     def _plan(self) -> tuple[PartPlan, Flat]:
         """Where everything goes, as the state is now."""
@@ -300,7 +323,7 @@ class Snapshots:
                         found[_memory_of(value)] = number
         return found
 
-    def _sealed(self, number: int, record: Record, spoiled: bool) -> None:
+    def _sealed(self, number: int, record: Record, told: Sealed, spoiled: bool) -> None:
         """By whichever thread copied the last piece."""
         assert self._seat is not None
         status = Status.EMPTY if spoiled else Status.SEALED
@@ -313,7 +336,7 @@ class Snapshots:
             self._seat.count("spoiled")
         else:
             self._seat.count("taken")
-            self._line.tell(Sealed(record.step, bool(record.wanted)))
+            self._line.tell(told)
 
     def _note_end(self) -> None:
         self._copy = None
@@ -361,8 +384,8 @@ class Snapshots:
             self._moving.start()
         return False
 
-    def _is_refused(self) -> bool:
-        return bool(self._line.room and self._line.room.why)
+    def _room_is_enough(self) -> bool:
+        return self._planned is None or self._planned.layout.size_bytes <= len(self._slots[0].memory)
 
     def _move_in(self, room: Room) -> None:
         old, self._slots = self._slots, []
