@@ -13,9 +13,9 @@ forward and backward run; an optimizer that is sooner waits for its own tensors 
 background. All ranks call it with the same step: each writes its part, and what several hold alike is written once.
 `load` takes what was saved in a world of any size, and passes over what is damaged.
 
-The copying is snapshots.py, as in a session. Under `holdfast run` the memory is the agent's, and so is the writing: what
-was copied survives the workers, and `load` finds it there even if it never came to storage. Under any other launcher,
-or none, this process does both itself (own_keeper.py).
+The copying is snapshots.py, as in a session. Under `holdfast run` the memory is the agent's, and so is the writing:
+what was copied survives the workers, and `load` finds it there even if it never came to storage. Under any other
+launcher, or none, this process does both itself (own_keeper.py).
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Checkpointer:
             seed=record.seed,
             created_unix_s=time.time(),
             job_id=os.environ.get("TORCHELASTIC_RUN_ID", ""),
-            versions={"holdfast": __version__, "torch": torch.__version__},
+            versions={"holdfast": __version__, "torch": str(torch.__version__)},
             metrics=finite(message.metrics),
             notes=dict(message.notes),
         )

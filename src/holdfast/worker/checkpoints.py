@@ -43,7 +43,7 @@ def write(url: str, step: int, held: Mapping[int, Flat], shards: int, place: Pla
         view=place.view,
         seed=seed,
         created_unix_s=time.time(),
-        versions={"holdfast": __version__, "torch": torch.__version__},
+        versions={"holdfast": __version__, "torch": str(torch.__version__)},
     )
     with Writing(open_store(url), about, f"dump-v{place.view}") as writing:
         for shard in _ours(held, place.rank):
