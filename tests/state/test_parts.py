@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import os
 import warnings
@@ -22,7 +23,7 @@ from holdfast.state import parts
 from holdfast.state.copies import cloned
 from holdfast.state.leaves import DTYPES, Flat
 from holdfast.state.parts import FilePart, MemoryPart, PartPlan, PartSource, RangePart, cut, load_parts, write_image
-from holdfast.state.sharded import Layout, Sharded
+from holdfast.state.sharded import Layout, Sharded, region
 from holdfast.state.tracked import Tracked
 from holdfast.state.tree import flatten, specs
 from holdfast.storage.image import BLOCK_BYTES, block_checksums
@@ -262,6 +263,26 @@ def test_shards_and_shares_into_a_whole() -> None:
     load_parts(sources_of(flats, 2), 3, 2, live)
     assert live.modules()["model"].weight.unique().tolist() == [2.0]
     assert live.others()["thing"].state["step"] == 3 and live.others()["thing"].state["seen"].tolist() == [0, 1, 2, 3]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=40)
+@given(
+    st.tuples(st.integers(1, 12), st.integers(1, 12)),
+    st.lists(st.tuples(st.sampled_from(["R", "S0", "S1"]), st.integers(1, 3)), min_size=1, max_size=2),
+    st.integers(1, 3),
+)
+def test_any_cut_in_rows_and_columns_into_a_whole(
+    shape: tuple[int, int], mesh: list[tuple[str, int]], shares: int
+) -> None:
+    saved, live = nn.Linear(*shape), nn.Linear(*shape)
+    placements, sizes = tuple(word for word, _ in mesh), tuple(size for _, size in mesh)
+    flats = []
+    for place in itertools.product(*(range(size) for size in sizes)):
+        layout = Layout(tuple(saved.weight.shape), placements, (), sizes, place)
+        tree = {"weight": Sharded(saved.weight.detach()[region(layout)].clone(), layout), "bias": saved.bias.detach()}
+        flats.append(flatten({"model": tree}))
+    load_parts(sources_of(flats, shares), len(flats), shares, Tracked(model=live))
+    assert torch.equal(live.weight, saved.weight) and torch.equal(live.bias, saved.bias)
 
 
 def test_a_missing_part_is_named() -> None:

@@ -100,8 +100,10 @@ class Moves:
 
         def work() -> None:
             try:
-                room = bytearray(BLOCK_BYTES)
+                room = bytearray()
                 while (task := take()) is not None:
+                    if task.source.memory is None and not room:
+                        room = bytearray(BLOCK_BYTES)
                     self._carry_out(task, room)
             except BaseException as error:  # it belongs to the one who waits for all
                 errors.append(error)
