@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from holdfast.errors import CheckpointError, StateError
 from holdfast.state import parts
@@ -27,6 +29,8 @@ from holdfast.state.sharded import Layout, Sharded, region
 from holdfast.state.tracked import Tracked
 from holdfast.state.tree import flatten, specs
 from holdfast.storage.image import BLOCK_BYTES, block_checksums
+from holdfast.storage.objects import stock_objects
+from holdfast.storage.pickles import dcp_metadata
 
 KINDS: list[Callable[[bytes, Path], PartSource]] = [
     lambda image, _: MemoryPart(memoryview(image)),
@@ -196,6 +200,52 @@ def test_an_interleaved_shard_has_a_name_of_its_own() -> None:
     flat = flatten({"w": Sharded(torch.ones(4, 2), Layout((8, 2), ("X0/2", "S0"), (), (2, 2), (0, 1)))})
     (item,) = cut(flat, 1, 0)
     assert item.piece.name == "w.@0-1" and item.piece.whole == (4, 2)
+
+
+def test_stock_torch_finds_tied_weights_under_both_names(tmp_path: Path) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 6, bias=False)
+            self.outer = nn.Linear(4, 6, bias=False)
+            self.outer.weight = self.inner.weight
+
+    saved = Tied()
+    flat = Tracked(model=saved).state()
+    for one in (flat, Flat(flat.skeleton, flat.tensors)):  # with and without what is known of it
+        files = []
+        for share, image in enumerate(images_of(one, 2)):
+            path = tmp_path / f"part-{share}.safetensors"
+            path.write_bytes(image)
+            files.append((path.name, FilePart(path).layout))
+        (tmp_path / ".metadata").write_bytes(dcp_metadata(files))
+        found = {"model": Tied().state_dict()}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.load(found, checkpoint_id=tmp_path, no_dist=True)
+        assert set(found["model"]) == {"inner.weight", "outer.weight"}
+        assert all(torch.equal(value, saved.inner.weight) for value in found["model"].values())
+
+
+def test_stock_torch_finds_what_is_no_tensor_too(tmp_path: Path) -> None:
+    """As its own flattening names it: learning rates, counters, odd values; whoever asks gets all of an optimizer."""
+    saved, live = training(0, 2), training(1, 1)
+    odd = Thing({"big": 2**70, "deep": [[1, (2, b"x")], []], "kind": torch.int8, "at": torch.device("cpu"), "j": 2j})
+    saved.add("odd", odd)
+    path = written(tmp_path, bytes(write_image(saved.state(), 1, 0)))
+    content, stored = stock_objects(saved.state().skeleton)
+    (tmp_path / "objects.bin").write_bytes(content)
+    files = [("objects.bin", one) for one in stored]
+    (tmp_path / ".metadata").write_bytes(dcp_metadata([(path.name, FilePart(path).layout)], files))
+    found = {**live.tree(), "odd": dict.fromkeys(odd.state)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(found, checkpoint_id=tmp_path, no_dist=True)
+        dcp_to_torch_save(tmp_path, tmp_path / "one.pt")
+    assert_same(flatten(found), saved.state())
+    nested = torch.load(tmp_path / "one.pt", weights_only=False)
+    assert nested["optimizer"]["param_groups"] == saved.tree()["optimizer"]["param_groups"]
+    assert nested["odd"] == odd.state
 
 
 def test_names_are_the_same_in_every_share() -> None:

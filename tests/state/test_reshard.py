@@ -21,15 +21,15 @@ SCRIPT = Path(__file__).parent / "scripts" / "reshard_worlds.py"
 
 
 def test_through_worlds_of_other_sizes_and_kinds_and_back(tmp_path: Path, leak_guard: str) -> None:
-    """FSDP2 of 2 → 3 → DDP → FSDP2 of 2, twice → HSDP of 2 × 2, twice → alone → FSDP2 of 3 → HSDP → DDP of 3."""
+    """FSDP2 of 2 → 3 → DDP → FSDP2 of 2, twice → HSDP of 2 × 2, twice → alone → FSDP2 of 3."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, SCRIPT, tmp_path], env=environment, capture_output=True, text=True, timeout=100, check=False
     )
     assert done.returncode == 0, done.stderr[-6_000:]
     digests = {path.read_text() for path in tmp_path.glob("digest-*")}
-    assert len(list(tmp_path.glob("digest-*"))) == 2 + 3 + 2 + 2 + 2 + 4 + 4 + 1 + 3 + 4 + 3 and len(digests) == 1
-    for same in ((0, 3, 4), (5, 6, 9), (1, 8)):
+    assert len(list(tmp_path.glob("digest-*"))) == 2 + 3 + 2 + 2 + 2 + 4 + 4 + 1 + 3 and len(digests) == 1
+    for same in ((0, 3, 4), (5, 6), (1, 8)):
         folders = [tmp_path / f"step-{step}" for step in same]
         contents = [{path.name: path.read_bytes() for path in folder.glob("part-*")} for folder in folders]
         assert all(content == contents[0] for content in contents)

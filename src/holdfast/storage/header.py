@@ -87,6 +87,7 @@ class _Row(msgspec.Struct, frozen=True, array_like=True):
     whole: tuple[int, ...]
     frame_start: int
     frame_bytes: int
+    aliases: tuple[Path, ...] = ()
 
 
 class _Version(msgspec.Struct, frozen=True):
