@@ -6,6 +6,7 @@ An image, one rank's part of a state as one run of bytes:
       header.py        its head, which is that of a safetensors file: written, and read trusting nothing
       frames.py        what stands around each tensor, so that stock torch takes it for an archive of its own
       pickles.py       the two pickles that stock torch wants to find, written opcode by opcode
+      stock_values.py  what a state holds beside its tensors, for stock torch
     sources.py       an image to read from, every block verified: memory, a file, or whatever reads a range of bytes
 
 Where images go:
