@@ -57,7 +57,12 @@ class ObjectStore:
         def upload() -> None:
             sent = _counted(pieces, size_bytes, on_progress)
             options = {"chunk_size": chunk_bytes(size_bytes), "max_concurrency": CONCURRENT_MAX}
-            self._obstore.put(self._store, name, sent, **options)
+            try:
+                self._obstore.put(self._store, name, sent, **options)
+            except FileNotFoundError as error:
+                if "NoSuchBucket" in str(error):
+                    raise
+                raise OutageError(f"{self._url}/{name}: the store has forgotten the upload") from None
 
         self._do(f"{self._url}/{name} cannot be written", upload)
 

@@ -45,7 +45,8 @@ class Store(Protocol):
         have BLOCK_BYTES each, but for the last, and can be iterated over again for a second try."""
 
     def put_new(self, name: str, content: bytes) -> bool:
-        """Create a small file with this content in one move, durable; False if something of the name is there."""
+        """Create a small file with this content in one move, durable; False if something of the name is there. In a
+        directory its folder must be there: MissingError if it was renamed or removed."""
 
     def replace(self, name: str, content: bytes, instead_of: bytes) -> bool:
         """Put a small file in the place of one that has the content `instead_of`; False if it has not."""
