@@ -8,6 +8,9 @@
     snapshot     a copy of a state in one arena of bytes; two of them, one always whole
     checkpoint   a directory that is there only when it is complete
     safetensors  the file format of a checkpoint's parts
+    parts        a state cut into shares, each an image of the storage room: cutting, filling
+    loading      the state in such images into live objects, cut as it was or anew
+    moves        their bytes, block by block, verified, by a few threads
     reshard      the state of S shards into that of a new world size, tensor by tensor
 
 It knows nothing of views, agents or the wire: whoever moves the bytes is somebody else.

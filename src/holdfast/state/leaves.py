@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -43,6 +43,8 @@ class Flat:
 
     skeleton: bytes
     tensors: list[torch.Tensor]
+    specs: list[Spec] | None = field(default=None, compare=False, repr=False)
+    """What the tensors are, where it is known without reading the skeleton."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,9 +116,13 @@ class Tracked:
         """The state as it is now. Its tensors are the live ones: copy them before the next update."""
         return flatten(self.tree())
 
-    def load(self, flat: Flat) -> None:
-        """Make the objects what they were when the state was taken. The state's tensors are copied, not kept."""
-        self.load_tree(unflatten(flat.skeleton, flat.tensors))
+    def load(self, flat: Flat, is_ours: bool = False) -> None:
+        """Make the objects what they were when the state was taken. The state's tensors are copied, not kept.
+
+        `is_ours`: nobody else uses them, so that an optimizer without state may keep them. What is the live tensor's
+        own memory is not copied at all.
+        """
+        self.load_tree(unflatten(flat.skeleton, flat.tensors), is_ours)
 
     def tree(self) -> dict[str, Any]:
         """The state before it is flattened: name → what the object says."""
@@ -133,7 +137,7 @@ class Tracked:
             }
         return tree
 
-    def load_tree(self, tree: Any) -> None:
+    def load_tree(self, tree: Any, is_ours: bool = False) -> None:
         """Load what `tree()` gave, or what was put together from several."""
         self.check_names(tree)
         left_out = tree.get(TRANSIENT, {})
@@ -144,8 +148,8 @@ class Tracked:
             _noting(f"loading {name}", partial(_load_other, thing, tree[name]))
         names = self.parameter_names()
         for name, optimizer in self.optimizers().items():
-            load_optimizer(optimizer, tree[name], names, name)
-        self._load_gradients(tree.get(GRADIENTS))
+            load_optimizer(optimizer, tree[name], names, name, is_ours)
+        self.load_gradients(tree.get(GRADIENTS))
 
     def parameter_names(self) -> dict[int, str]:
         """id() of each parameter → its name. With several modules, the tracked name comes first."""
@@ -158,7 +162,7 @@ class Tracked:
                 names.setdefault(id(parameter), path if len(owners) == 1 else f"{name}.{path}")
         return names
 
-    def _load_gradients(self, saved: dict[str, Any] | None) -> None:
+    def load_gradients(self, saved: dict[str, Any] | None) -> None:
         """Those of an accumulation over several steps. Without one, gradients are nobody's state."""
         self.is_accumulating = saved is not None
         if saved is not None:

@@ -70,7 +70,7 @@ def flatten(value: Any) -> Flat:
     if len(skeleton) > SKELETON_BYTES_MAX:
         sizes = f"{len(skeleton)} bytes beside its tensors, more than {SKELETON_BYTES_MAX}"
         raise StateError(f"the state has {sizes}: keep long lists as tensors")
-    return Flat(skeleton, writer.tensors)
+    return Flat(skeleton, writer.tensors, writer.specs)
 
 
 def unflatten(skeleton: bytes, tensors: Sequence[torch.Tensor]) -> Any:
@@ -107,7 +107,7 @@ def sketch(skeleton: bytes, leaf: Callable[[int, Spec], Any]) -> Any:
 
 def describe(flat: Flat) -> list[Spec]:
     """What the tensors of a state are."""
-    return specs(flat.skeleton)
+    return flat.specs if flat.specs is not None else specs(flat.skeleton)
 
 
 def empty_like_skeleton(skeleton: bytes, bytes_max: int = TENSORS_BYTES_MAX) -> list[torch.Tensor]:

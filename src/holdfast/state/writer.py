@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast.errors import StateError
-from holdfast.state.leaves import DEPTH_MAX, DIGITS_MAX, DTYPE_NAMES, NUMPY_DTYPE, NUMPY_SCALAR, Path, dotted
+from holdfast.state.leaves import DEPTH_MAX, DIGITS_MAX, DTYPE_NAMES, NUMPY_DTYPE, NUMPY_SCALAR, Path, Spec, dotted
 from holdfast.state.sharded import Layout, Sharded, layout_of, local_of
 
 TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -21,6 +21,7 @@ class Writer:
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
+        self.specs: list[Spec] = []
         self._seen: dict[int, list[tuple[int, Layout | None]]] = {}
 
     def node(self, value: Any, path: Path) -> Any:
@@ -56,7 +57,7 @@ class Writer:
 
     def _tensor(self, tensor: torch.Tensor, path: Path) -> list[Any]:
         held = self._plain(tensor, path)
-        if (alias := self._alias(held)) is not None:
+        if (alias := self._alias(held, path)) is not None:
             return ["A", alias]
         return ["T", DTYPE_NAMES[held.dtype], list(held.shape)]
 
@@ -68,7 +69,7 @@ class Writer:
             tensor = tensor.resolve_conj().resolve_neg()
         return tensor.detach() if tensor.requires_grad else tensor
 
-    def _alias(self, held: torch.Tensor, layout: Layout | None = None) -> int | None:
+    def _alias(self, held: torch.Tensor, path: Path, layout: Layout | None = None) -> int | None:
         """The number of an earlier tensor that is the same memory; else notes this one."""
         if address := held.data_ptr():
             known = self._seen.setdefault(address, [])
@@ -76,12 +77,16 @@ class Writer:
                 if its_layout == layout and _is_same(self.tensors[index], held):
                     return index
             known.append((len(self.tensors), layout))
-        self.tensors.append(held)
+        self._add(held, Spec(path, held.dtype, tuple(held.shape), layout))
         return None
+
+    def _add(self, held: torch.Tensor, spec: Spec) -> None:
+        self.tensors.append(held)
+        self.specs.append(spec)
 
     def _sharded(self, local: torch.Tensor, layout: Layout, path: Path) -> list[Any]:
         held = self._plain(local, path)
-        if (alias := self._alias(held, layout)) is not None:
+        if (alias := self._alias(held, path, layout)) is not None:
             return ["A", alias]
         parts = (layout.shape, layout.placements, layout.mesh_names, layout.mesh_sizes, layout.coordinate)
         return ["D", DTYPE_NAMES[held.dtype], list(held.shape), *parts]
@@ -111,7 +116,8 @@ class Writer:
         if numpy and type(value) is numpy.ndarray and NUMPY_DTYPE.match(value.dtype.str):
             array = numpy.ascontiguousarray(value)
             array = array if array.flags.writeable else array.copy()
-            self.tensors.append(torch.from_numpy(array.reshape(-1).view(numpy.uint8)))
+            held = torch.from_numpy(array.reshape(-1).view(numpy.uint8))
+            self._add(held, Spec(path, held.dtype, tuple(held.shape), None, (value.dtype.str, tuple(value.shape))))
             return ["N", value.dtype.str, list(value.shape)]
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         advice = "give numbers, words, tensors, or dicts, lists and tuples of them, in its state_dict()"

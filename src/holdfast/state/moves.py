@@ -1,0 +1,157 @@
+"""Bytes out of the blocks of parts into tensors, by a few threads, each block verified first.
+
+A thread reads a block into a room of its own (or looks at it where it lies), compares it with its checksum, and copies
+what it has of each tensor to where the tensor lives. The room stays in the processor's cache, so that the bytes go
+through memory once. Reading, checking and copying all let other threads run.
+
+What lies scattered in memory, or on a device, is put together in host memory first, and copied when all is read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import warnings
+from collections.abc import Iterable, Iterator
+from mmap import mmap
+from typing import NamedTuple
+
+import torch
+
+from holdfast.storage.image import BLOCK_BYTES, Entry
+from holdfast.storage.sources import PartSource
+
+
+class Held(NamedTuple):
+    """A piece of a shard's tensor, and the part that has it."""
+
+    source: PartSource
+    entry: Entry
+    row: int
+    """With which row of the shard's tensor it begins."""
+
+
+class Span(NamedTuple):
+    """Bytes of a block, and the address they go to."""
+
+    start: int
+    size: int
+    address: int
+
+
+class Task(NamedTuple):
+    """A block, and what is taken of it."""
+
+    source: PartSource
+    number: int
+    spans: Iterable[Span]
+
+
+class Moves:
+    """What is to be copied from which block of which part to where."""
+
+    def __init__(self) -> None:
+        self._spans: dict[int, dict[int, list[Span]]] = {}
+        self._sources: dict[int, PartSource] = {}
+        self._memory: dict[int, torch.Tensor] = {}
+        self._rooms: list[torch.Tensor] = []
+        """Where the bytes go, held so that it stays there."""
+        self.afterwards: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Target and source of the copies to make when all is read."""
+
+    def add(self, held: Held, rows: slice, target: torch.Tensor) -> None:
+        """Some rows of a piece into a tensor of just that size."""
+        size_bytes = target.numel() * target.element_size()
+        if not size_bytes:
+            return
+        room = target
+        if not target.is_cpu or not target.is_contiguous():
+            room = torch.empty(target.shape, dtype=target.dtype)
+            self.afterwards.append((target, room))
+        self._rooms.append(room)
+        row_bytes = held.entry.size_bytes // (held.entry.shape[0] if held.entry.shape else 1)
+        assert (rows.stop - rows.start) * row_bytes == size_bytes, held.entry.name
+        start = held.entry.start + rows.start * row_bytes
+        blocks = self._blocks_of(held.source)
+        for number, within, size in blocks_of(start, size_bytes):
+            address = room.data_ptr() + number * BLOCK_BYTES + within - start
+            blocks.setdefault(number, []).append(Span(within, size, address))
+
+    def add_rest(self, sources: Iterable[PartSource]) -> None:
+        """Have every block of these verified, whether something is taken of it or not."""
+        for source in sources:
+            blocks = self._blocks_of(source)
+            for number, _, _ in blocks_of(0, source.layout.size_bytes):
+                blocks.setdefault(number, [])
+
+    def run(self, threads: int) -> None:
+        """Read, verify and copy. Raises what the first thread that failed raised."""
+        tasks, lock, errors = self._tasks(), threading.Lock(), list[BaseException]()
+
+        def take() -> Task | None:
+            with lock:
+                return None if errors else next(tasks, None)
+
+        def work() -> None:
+            try:
+                room = bytearray(BLOCK_BYTES)
+                while (task := take()) is not None:
+                    self._carry_out(task, room)
+            except BaseException as error:  # it belongs to the one who waits for all
+                errors.append(error)
+
+        others = [threading.Thread(target=work, name=f"holdfast-load-{number}") for number in range(1, threads)]
+        for thread in others:
+            thread.start()
+        work()
+        for thread in others:
+            thread.join()
+        if errors:
+            raise errors[0]
+        self._finish()
+
+    def _blocks_of(self, source: PartSource) -> dict[int, list[Span]]:
+        if id(source) not in self._sources:
+            self._sources[id(source)] = source
+            if source.memory is not None:
+                self._memory[id(source)] = as_bytes(source.memory)
+        return self._spans.setdefault(id(source), {})
+
+    def _tasks(self) -> Iterator[Task]:
+        """Part after part, each from its beginning: as a disk likes it."""
+        for key, blocks in self._spans.items():
+            for number in sorted(blocks):
+                yield Task(self._sources[key], number, blocks[number])
+
+    def _carry_out(self, task: Task, room: bytearray) -> None:
+        task.source.block(task.number, memoryview(room))
+        memory = self._memory.get(id(task.source))
+        if memory is None:
+            start = ctypes.addressof(ctypes.c_char.from_buffer(room))
+        else:
+            start = memory.data_ptr() + task.number * BLOCK_BYTES
+        for span in task.spans:
+            ctypes.memmove(span.address, start + span.start, span.size)
+
+    def _finish(self) -> None:
+        with torch.no_grad():
+            for target, source in self.afterwards:
+                target.copy_(source)
+        # Autograd learns of changes by the tensors' versions, and we wrote past it.
+        torch.autograd.graph.increment_version([room for room in self._rooms if not room.is_inference()])
+
+
+def blocks_of(start: int, size: int) -> Iterator[tuple[int, int, int]]:
+    """The blocks that a run of bytes is in: number, from which byte of it, how many."""
+    while size:
+        number, within = divmod(start, BLOCK_BYTES)
+        taken = min(size, BLOCK_BYTES - within)
+        yield number, within, taken
+        start, size = start + taken, size - taken
+
+
+def as_bytes(buffer: memoryview | mmap | bytearray) -> torch.Tensor:
+    """A buffer as a tensor of bytes, without a copy. One that is read-only must not be written to."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is read-only: we know
+        return torch.frombuffer(buffer, dtype=torch.uint8)

@@ -1,0 +1,238 @@
+"""Pickles that stock torch reads, written opcode by opcode. Ours never reads one, and writes none but these two.
+
+    tensor_pickle     the `data.pkl` of a one-tensor torch.save archive
+    dcp_metadata      the `.metadata` of a directory, for torch.distributed.checkpoint
+
+What torch itself would write, less the bookkeeping. No class is imported for it: a pickle names classes by words, so
+this room needs no torch. Tests open both with the stock loaders.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from holdfast.storage.image import Layout
+    from holdfast.storage.pieces import Entry, Path
+
+LEGACY_STORAGES = {
+    "bool": "BoolStorage",
+    "uint8": "ByteStorage",
+    "int8": "CharStorage",
+    "int16": "ShortStorage",
+    "int32": "IntStorage",
+    "int64": "LongStorage",
+    "float16": "HalfStorage",
+    "bfloat16": "BFloat16Storage",
+    "float32": "FloatStorage",
+    "float64": "DoubleStorage",
+    "complex64": "ComplexFloatStorage",
+    "complex128": "ComplexDoubleStorage",
+}
+"""What torch.save calls the storage of a dtype. Later dtypes have none: their storage is untyped bytes."""
+LISTED_MAX = 4096
+"""The longest list that a number in a path may make of a branch, for whoever unflattens."""
+METADATA = "torch.distributed.checkpoint.metadata"
+
+
+class Global(NamedTuple):
+    """A class or function, by its name."""
+
+    module: str
+    name: str
+
+
+class Call(NamedTuple):
+    """The result of a call."""
+
+    function: Global
+    arguments: tuple[Any, ...]
+
+
+class Instance(NamedTuple):
+    """An object made without its constructor, and then given its state."""
+
+    kind: Global
+    state: Any
+
+
+class Persistent(NamedTuple):
+    """What the reader is to find by itself: torch's word for a storage in the archive."""
+
+    key: tuple[Any, ...]
+
+
+class Pairs(NamedTuple):
+    """A dictionary whose keys are made by the reader."""
+
+    items: Sequence[tuple[Any, Any]]
+
+
+def tensor_pickle(dtype: str, shape: Sequence[int], size_bytes: int) -> bytes:
+    """The pickle of a contiguous tensor whose bytes are the archive's storage 0."""
+    strides = [math.prod(max(size, 1) for size in shape[at + 1 :]) for at in range(len(shape))]
+    legacy = LEGACY_STORAGES.get(dtype)
+    kind = Global("torch", legacy) if legacy else Global("torch.storage", "UntypedStorage")
+    storage = Persistent(("storage", kind, "0", "cpu", math.prod(shape) if legacy else size_bytes))
+    hooks = Call(Global("collections", "OrderedDict"), ())
+    arguments: tuple[Any, ...] = (storage, 0, tuple(shape), tuple(strides), False, hooks)
+    if not legacy:
+        arguments = (*arguments, Global("torch", dtype))
+    return pickled(Call(Global("torch._utils", f"_rebuild_tensor_v{2 if legacy else 3}"), arguments))
+
+
+def dcp_metadata(parts: Sequence[tuple[str, Layout]]) -> bytes:
+    """What torch.distributed.checkpoint wants to find in `.metadata`: which file has which piece of which tensor where.
+
+    A piece that several parts have (what every shard holds whole) is listed once. Pieces of the same name that are no
+    pieces of the same whole (a tensor that is another one on each rank) get a name with the number of the part.
+    """
+    tensors: dict[str, list[tuple[Entry, str]]] = {}
+    paths: dict[str, Path] = {}
+    seen: set[tuple[str, tuple[int, ...]]] = set()
+    for number, (file, layout) in enumerate(parts):
+        for entry in layout.entries:
+            name, path = entry.name, entry.path
+            if name in tensors and not _is_same_whole(tensors[name][0][0], entry):
+                name, path = f"{name}@{number}", (*path[:-1], f"{path[-1] if path else ''}@{number}")
+            if (name, entry.offsets) in seen or (entry.size_bytes == 0 and math.prod(entry.whole) > 0):
+                continue
+            seen.add((name, entry.offsets))
+            paths[name] = path
+            tensors.setdefault(name, []).append((entry, file))
+    storage = [_storage(name, *piece) for name, pieces in tensors.items() for piece in pieces]
+    return pickled(
+        _instance(
+            "Metadata",
+            state_dict_metadata={name: _tensor(pieces) for name, pieces in tensors.items()},
+            planner_data=_planner_paths(paths),
+            storage_data=Pairs(storage),
+            storage_meta=_instance("StorageMeta", checkpoint_id=None, save_id=None, load_id=None, modules=[]),
+            version="1.0.0",
+        )
+    )
+
+
+def _is_same_whole(one: Entry, other: Entry) -> bool:
+    return (one.whole, one.dtype, one.path) == (other.whole, other.dtype, other.path)
+
+
+def _planner_paths(paths: Mapping[str, Path]) -> dict[str, Path]:
+    """Where each tensor stands in the nested state. Whoever unflattens makes lists of numbers: only where they are."""
+    unlisted = {
+        path[:at]
+        for path in paths.values()
+        for at, key in enumerate(path)
+        if isinstance(key, str) or not 0 <= key < LISTED_MAX
+    }
+    return {
+        name: tuple(str(key) if path[:at] in unlisted else key for at, key in enumerate(path)) or ("state",)
+        for name, path in paths.items()
+    }
+
+
+def _tensor(pieces: Sequence[tuple[Entry, str]]) -> Instance:
+    first = pieces[0][0]
+    chunks = [
+        _instance("ChunkStorageMetadata", offsets=_size(entry.offsets), sizes=_size(entry.shape)) for entry, _ in pieces
+    ]
+    return _instance(
+        "TensorStorageMetadata", properties=_properties(first.dtype), size=_size(first.whole), chunks=chunks
+    )
+
+
+def _properties(dtype: str) -> Instance:
+    strided = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+    contiguous = Call(Global(METADATA, "_MEM_FORMAT_ENCODING"), (0,))
+    return Instance(Global(METADATA, "TensorProperties"), (Global("torch", dtype), strided, False, contiguous, False))
+
+
+def _storage(name: str, entry: Entry, file: str) -> tuple[Instance, Instance]:
+    place = {"relative_path": file, "offset": entry.frame_start, "length": entry.frame_bytes}
+    info = Instance(Global("torch.distributed.checkpoint.filesystem", "_StorageInfo"), place)
+    return _instance("MetadataIndex", fqn=name, offset=_size(entry.offsets), index=None), info
+
+
+def _instance(kind: str, **fields: Any) -> Instance:
+    return Instance(Global(METADATA, kind), fields)
+
+
+def _size(sizes: Iterable[int]) -> Call:
+    return Call(Global("torch", "Size"), (tuple(sizes),))
+
+
+def pickled(value: Any) -> bytes:
+    """The pickle of a value made of plain ones and of the kinds above, in protocol 2."""
+    writer = _Writer()
+    writer.write(value)
+    return b"\x80\x02" + bytes(writer.out) + b"."
+
+
+class _Writer:
+    def __init__(self) -> None:
+        self.out = bytearray()
+        self._memo: dict[Global, int] = {}
+
+    def write(self, value: Any) -> None:
+        match value:
+            case None | bool():
+                self.out += {None: b"N", True: b"\x88", False: b"\x89"}[value]
+            case int():
+                self.out += _whole(value)
+            case float():
+                self.out += b"G" + struct.pack(">d", value)
+            case str():
+                text = value.encode()
+                self.out += b"X" + struct.pack("<I", len(text)) + text
+            case Global():
+                self._global(value)
+            case Call(function, arguments):
+                self._all(function, arguments)
+                self.out += b"R"
+            case Instance(kind, state):
+                self._all(kind, ())
+                self.out += b"\x81"
+                self._all(state)
+                self.out += b"b"
+            case Persistent(key):
+                self._all(key)
+                self.out += b"Q"
+            case Pairs(items):
+                self._pairs(items)
+            case dict():
+                self._pairs(value.items())
+            case _:
+                self._row(value)
+
+    def _all(self, *values: Any) -> None:
+        for value in values:
+            self.write(value)
+
+    def _pairs(self, items: Iterable[tuple[Any, Any]]) -> None:
+        self.out += b"}("
+        for pair in items:
+            self._all(*pair)
+        self.out += b"u"
+
+    def _row(self, value: Any) -> None:
+        assert isinstance(value, tuple | list), f"{type(value)} is not for these pickles"
+        self.out += b"(" if isinstance(value, tuple) else b"]("
+        self._all(*value)
+        self.out += b"t" if isinstance(value, tuple) else b"e"
+
+    def _global(self, value: Global) -> None:
+        if (known := self._memo.get(value)) is not None:
+            self.out += b"j" + struct.pack("<I", known)
+            return
+        self._memo[value] = len(self._memo)
+        self.out += f"c{value.module}\n{value.name}\n".encode() + b"r" + struct.pack("<I", self._memo[value])
+
+
+def _whole(value: int) -> bytes:
+    if -(2**31) <= value < 2**31:
+        return b"J" + struct.pack("<i", value)
+    size = value.bit_length() // 8 + 1
+    return b"\x8a" + bytes([size]) + value.to_bytes(size, "little", signed=True)
