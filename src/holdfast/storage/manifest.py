@@ -49,6 +49,10 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Of one block."""
         return int(self.checksums[block * CHECKSUM_DIGITS : (block + 1) * CHECKSUM_DIGITS], 16)
 
+    def checksum_list(self) -> list[int]:
+        """Of all blocks."""
+        return [self.checksum(block) for block in range(self.blocks)]
+
     @property
     def blocks(self) -> int:
         return -(-self.size_bytes // BLOCK_BYTES)

@@ -13,9 +13,9 @@ from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
 from holdfast.errors import UsageError
+from holdfast.storage.image import BLOCK_BYTES
 
-BLOCK_BYTES = 8 * 2**20
-"""The unit of writing, reading and checksums: large enough for every disk and network, small enough to have several."""
+__all__ = ["BLOCK_BYTES", "PATIENCE_S", "Progress", "Store", "is_remote", "open_store", "parent_of"]
 
 Progress = Callable[[int, int], None]
 """Told bytes done and bytes in all."""
