@@ -67,12 +67,17 @@ class Server:
         flags = [
             *(f"-dir={self._root / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"),
             *(f"-master.port={master}", f"-volume.port={volume}", "-volume.max=8", "-master.volumeSizeLimitMB=256"),
+            *("-master.electionTimeout=1s", "-master.heartbeatInterval=200ms"),  # else it takes 17 s to come back
             *("-filer", f"-filer.port={filer}", f"-filer.localSocket={self._root}/filer.sock"),
             *("-s3", f"-s3.port={s3}", f"-s3.config={self._config}", f"-s3.localSocket={self._root}/s3.sock"),
         ]
         with (self._root / "log").open("ab") as log:
             self._process = subprocess.Popen(
-                [str(program), "server", *flags], cwd=self._root, stdout=log, stderr=log, env=os.environ | self.variables
+                [str(program), "server", *flags],
+                cwd=self._root,
+                stdout=log,
+                stderr=log,
+                env=os.environ | self.variables,
             )
 
     def wait_until_ready(self) -> None:

@@ -6,12 +6,12 @@ import signal
 from pathlib import Path
 
 import pytest
-from storage.processes import run
-from storage.saves import image, saved, visible
 
 from holdfast.storage.catalogue import Catalogue
 from holdfast.storage.points import REMOVAL_POINTS, SAVE_POINTS, VARIABLE
 from holdfast.storage.retention import LastN
+from storage.processes import run
+from storage.saves import image, saved, visible
 
 PUBLISHED = SAVE_POINTS.index("published")
 

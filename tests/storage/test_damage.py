@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from storage.saves import about, flip, image, saved
 
 from holdfast.errors import CheckpointError, MissingError
 from holdfast.storage.manifest import Manifest, decode, encode
 from holdfast.storage.stores import open_store
 from holdfast.storage.writing import Writing
+from storage.saves import about, flip, image, saved
 
 PART = "part-1.safetensors"
 
@@ -140,7 +140,7 @@ def test_all_that_is_wrong_is_found_each_file_once(tmp_path: Path) -> None:
     texts = [finding.text for finding in catalogue.inspect(found)]
     assert len(texts) == 2
     assert "part-0.safetensors has a wrong checksum in block 1 of 3 and 1 more" in texts[0]
-    with pytest.raises(CheckpointError, match="part-0.*part-1"):
+    with pytest.raises(CheckpointError, match=r"part-0.*part-1"):
         catalogue.verify(found)
 
 

@@ -6,8 +6,6 @@ import secrets
 from pathlib import Path
 
 import pytest
-from storage.processes import finish, said, started
-from storage.saves import about, flip, image, save, saved, visible
 
 from holdfast.errors import BusyError, CheckpointError, MissingError, UsageError
 from holdfast.storage import leases
@@ -15,6 +13,8 @@ from holdfast.storage.catalogue import Catalogue
 from holdfast.storage.retention import EveryK, LastN
 from holdfast.storage.stores import open_store
 from holdfast.storage.writing import Writing
+from storage.processes import finish, said, started
+from storage.saves import about, flip, image, save, saved, visible
 
 PART = "part-1.safetensors"
 

@@ -63,7 +63,9 @@ def test_a_policy_is_written_as_words(text: str, policy: Policy) -> None:
     assert parse_policy(str(policy)) == policy
 
 
-@pytest.mark.parametrize("text", ["", ",", "last", "last:0", "last:-1", "last:x", "last:²", "best:loss", "best::min", "x:1"])
+@pytest.mark.parametrize(
+    "text", ["", ",", "last", "last:0", "last:-1", "last:x", "last:²", "best:loss", "best::min", "x:1"]
+)
 def test_other_words_are_refused_with_a_sentence(text: str) -> None:
     with pytest.raises(UsageError):
         parse_policy(text)

@@ -7,12 +7,12 @@ import secrets
 from pathlib import Path
 
 import pytest
-from storage.contracts import check_store
 
 from holdfast.errors import MissingError, UsageError
 from holdfast.storage.directory import DirectoryStore
 from holdfast.storage.objects import ObjectStore, chunk_bytes
 from holdfast.storage.stores import BLOCK_BYTES, is_remote, open_store
+from storage.contracts import check_store
 
 
 def test_a_directory_keeps_the_promises_of_a_store(tmp_path: Path) -> None:

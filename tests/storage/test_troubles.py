@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from storage.processes import environment
-from storage.saves import about, image, save, saved, visible
 
 from holdfast.errors import CheckpointError, StorageError
 from holdfast.storage.stores import open_store
 from holdfast.storage.writing import Writing
+from storage.processes import environment
+from storage.saves import about, image, save, saved, visible
 
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root to mount")
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from storage.processes import finish, said, started
-from storage.saves import BLOCK, about, flip, image, save, saved, visible
 
 from holdfast.errors import CheckpointError
 from holdfast.storage import points
@@ -15,6 +13,8 @@ from holdfast.storage.image import block_checksums
 from holdfast.storage.manifest import finite, nonce_for
 from holdfast.storage.stores import open_store
 from holdfast.storage.writing import Writing
+from storage.processes import finish, said, started
+from storage.saves import BLOCK, about, flip, image, save, saved, visible
 
 
 def test_a_checkpoint_has_its_parts_what_stock_readers_want_and_a_manifest(tmp_path: Path) -> None:

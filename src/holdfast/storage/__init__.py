@@ -15,7 +15,8 @@
                  (locks), object_shelf (leases)
     manifest     what a checkpoint is, in JSON
     writing      one attempt at a checkpoint, by writers who do not talk to each other
-    catalogue    what there is: found, damaged, unfinished; opened, verified (verifying), pinned (tags), removed (pruning)
+    catalogue    what there is: found, damaged, unfinished; opened, verified (verifying), pinned (tags)
+    pruning      what is removed, and in which order
     retention    what to keep
     points       the named points of a save and of a removal, where tests kill
 

@@ -3,8 +3,8 @@
 How good the promises are depends on the file system. A file counts only once its note or manifest names it, so a slow
 or torn write is never taken for a whole one. Publishing is by exclusive create where the file system has it (local,
 memory, s3fs); elsewhere by looking before writing: then two attempts at the same step that end within the same moment
-may both believe to have won, and the manifest of the later one stands. Both are whole. A manifest may be seen before all
-of it is written: then it does not have its digest, and is passed over.
+may both believe to have won, and the manifest of the later one stands. Both are whole. A manifest may be seen before
+all of it is written: then it does not have its digest, and is passed over.
 """
 
 from __future__ import annotations

@@ -6,10 +6,9 @@ With HOLD in the environment it says "written" and waits for a line before it pu
 import os
 import sys
 
-from storage.saves import about, image
-
 from holdfast.storage.stores import open_store
 from holdfast.storage.writing import Writing
+from storage.saves import about, image
 
 url, step, nonce, parts, *numbers = sys.argv[1:]
 with Writing(open_store(url, patience_s=20.0), about(int(step), int(parts)), nonce) as writing:
