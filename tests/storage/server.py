@@ -36,9 +36,10 @@ IDENTITIES = {
 
 
 class Server:
-    """One, for all tests of a session."""
+    """One, in a directory of its own."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *more: str) -> None:
+        self._more = more
         self._root = root
         self._config = root / "identities.json"
         self._config.write_text(json.dumps(IDENTITIES))
@@ -67,7 +68,7 @@ class Server:
         flags = [
             *(f"-dir={self._root / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"),
             *(f"-master.port={master}", f"-volume.port={volume}", "-volume.max=8", "-master.volumeSizeLimitMB=256"),
-            *("-master.electionTimeout=1s", "-master.heartbeatInterval=200ms"),  # else it takes 17 s to come back
+            *("-s3.port.iceberg=0", "-s3.port.lance=0", *self._more),
             *("-filer", f"-filer.port={filer}", f"-filer.localSocket={self._root}/filer.sock"),
             *("-s3", f"-s3.port={s3}", f"-s3.config={self._config}", f"-s3.localSocket={self._root}/s3.sock"),
         ]
