@@ -82,7 +82,7 @@ class Server:
             )
 
     def wait_until_ready(self) -> None:
-        """It takes an object and gives it back."""
+        """It takes an object, and has the bucket that the tests use."""
         from holdfast.errors import CheckpointError
         from holdfast.storage.objects import ObjectStore
 
@@ -97,7 +97,7 @@ class Server:
                 time.sleep(POLL_S)
                 continue
             try:
-                ObjectStore("s3://ready/x", patience_s=2.0).put("ready", [memoryview(b"1")], 1)
+                ObjectStore("s3://checkpoints/ready", patience_s=2.0).put("ready", [memoryview(b"1")], 1)
                 return
             except CheckpointError:
                 assert time.monotonic() < deadline, (self._root / "log").read_text()[-3000:]
