@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from holdfast.errors import CheckpointError, MissingError, StorageError
 from holdfast.storage import pruning, tags
 from holdfast.storage.manifest import MANIFEST, About, Manifest, Part, read_manifest, step_folder
 from holdfast.storage.retention import Policy
 from holdfast.storage.shelves import GRACE_S, Unfinished, shelf_of
+from holdfast.storage.sources import FilePart, PartSource, RangePart
 from holdfast.storage.stores import Progress, Store
 from holdfast.storage.verifying import Finding, inspect
 
@@ -151,6 +153,13 @@ class Catalogue:
         with self.shelf.reading(found.step, found.manifest):
             yield
 
+    @contextmanager
+    def sources(self, found: Found, numbers: Iterable[int] | None = None) -> Iterator[dict[int, PartSource]]:
+        """Parts to load from, all if none are named: every block is verified when it is read. Held meanwhile."""
+        wanted = range(len(found.manifest.parts)) if numbers is None else numbers
+        with self.reading(found), ExitStack() as stack:
+            yield {number: self._source(found, found.manifest.parts[number], stack) for number in wanted}
+
     def remove(self, step: int, is_forced: bool = False) -> None:
         """Remove one checkpoint, damaged or not. What is pinned, or the only good one, needs force; what is being read
         is not removed in any case."""
@@ -194,6 +203,18 @@ class Catalogue:
             return None  # removed since
         except CheckpointError as error:
             return Damaged(step, step_folder(step), str(error))
+
+    def _source(self, found: Found, part: Part, stack: ExitStack) -> PartSource:
+        name, checksums = found.name(part), part.checksum_list()
+        if self.store.local is not None:
+            return stack.enter_context(FilePart(self.store.local / name, checksums))
+        read = partial(self.store.read, name)
+        try:
+            return RangePart(read, part.size_bytes, checksums, f"{self.store.url}/{name}")
+        except CheckpointError as error:
+            if isinstance(error.__context__, StorageError):  # it is not the part that is wrong
+                raise error.__context__ from None
+            raise
 
     def _check_size(self, found: Found, part: Part, size: int | None) -> None:
         name = f"{found.url}/{part.file}"

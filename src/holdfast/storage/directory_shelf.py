@@ -192,8 +192,8 @@ class DirectoryShelf:
             return None
 
     def _tidy(self, target: Path) -> None:
-        """The notes have served."""
-        for path in target.glob(note_file(0).replace("0", "*")):
+        """The notes have served; what writers that died left unnamed never will."""
+        for path in (*target.glob(note_file(0).replace("0", "*")), *target.glob(f"{TEMPORARY_PREFIX}*")):
             try:
                 path.unlink(missing_ok=True)
             except OSError:

@@ -3,7 +3,8 @@
 How good the promises are depends on the file system. A file counts only once its note or manifest names it, so a slow
 or torn write is never taken for a whole one. Publishing is by exclusive create where the file system has it (local,
 memory, s3fs); elsewhere by looking before writing: then two attempts at the same step that end within the same moment
-may both believe to have won, and the manifest of the later one stands. Both are whole.
+may both believe to have won, and the manifest of the later one stands. Both are whole. A manifest may be seen before
+all of it is written: then it does not have its digest, and is passed over.
 """
 
 from __future__ import annotations
@@ -51,13 +52,9 @@ class FilesystemStore:
         with self._sentences(f"{self._url}/{name} cannot be written"):
             self._make_parent(path)
             try:
-                self._files.pipe_file(path, content, mode="create")
+                self._create(path, content)
             except FileExistsError:
                 return False
-            except NO_EXCLUSIVE_CREATE:
-                if self._files.exists(path):
-                    return False
-                self._files.pipe_file(path, content)
         return True
 
     def replace(self, name: str, content: bytes, instead_of: bytes) -> bool:
@@ -100,6 +97,16 @@ class FilesystemStore:
             except FileNotFoundError:
                 pass
 
+    def _create(self, path: str, content: bytes) -> None:
+        """By the file system's own way to create a file exclusively; fsspec's general one only looks before."""
+        if _has_own_create(self._files):
+            return self._files.pipe_file(path, content, mode="create")  # type: ignore[no-any-return]
+        try:
+            with self._files.open(path, "xb") as file:
+                file.write(content)
+        except NO_EXCLUSIVE_CREATE:
+            self._files.pipe_file(path, content, mode="create")
+
     def _find(self, folder: str) -> list[tuple[str, Any]]:
         with self._sentences(f"{self._url}/{folder} cannot be listed"):
             self._files.invalidate_cache()
@@ -138,6 +145,12 @@ def _open(url: str) -> tuple[Any, str]:
         text = f"no store is known for {scheme}:// ({error}): it may be {known}, or what fsspec knows"
         raise UsageError(text) from None
     return files, str(root)
+
+
+def _has_own_create(files: Any) -> bool:
+    from fsspec.spec import AbstractFileSystem
+
+    return hasattr(type(files), "_pipe_file") or type(files).pipe_file is not AbstractFileSystem.pipe_file
 
 
 def _modified(info: Any) -> float:

@@ -49,6 +49,10 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Of one block."""
         return int(self.checksums[block * CHECKSUM_DIGITS : (block + 1) * CHECKSUM_DIGITS], 16)
 
+    def checksum_list(self) -> list[int]:
+        """Of all blocks."""
+        return [self.checksum(block) for block in range(self.blocks)]
+
     @property
     def blocks(self) -> int:
         return -(-self.size_bytes // BLOCK_BYTES)
@@ -169,6 +173,11 @@ def note_file(number: int) -> str:
 def finite(metrics: dict[str, float]) -> dict[str, float | None]:
     """Metrics as JSON can hold them."""
     return {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
+
+
+def nonce_for(*words: str | int) -> str:
+    """A nonce that all who know the words agree upon: the job, the view, whatever tells two attempts apart."""
+    return hashlib.blake2b(json.dumps(words).encode(), digest_size=12).hexdigest()
 
 
 def step_folder(step: int) -> str:

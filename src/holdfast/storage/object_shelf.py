@@ -87,8 +87,9 @@ class ObjectShelf:
             step = step_of(folder)
             for nonce in [] if step is None else self._unpublished(folder):
                 path = f"{folder}/{nonce}"
-                size = sum(self.store.names(path).values())
-                modified = self.store.modified_unix_s(path)
+                if not (names := self.store.names(path)):
+                    continue  # some file systems keep empty folders
+                size, modified = sum(names.values()), self.store.modified_unix_s(path)
                 found.append(
                     Unfinished(step=step or 0, nonce=nonce, folder=path, size_bytes=size, modified_unix_s=modified)
                 )

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from holdfast.errors import MissingError, StorageError, UsageError
 from holdfast.storage.credentials import aws_config
-from holdfast.storage.patience import OutageError, persist
+from holdfast.storage.patience import PAUSE_FIRST_S, OutageError, persist
 from holdfast.storage.stores import BLOCK_BYTES, PATIENCE_S, Progress
 
 CONCURRENT_MAX = 8
@@ -30,6 +30,9 @@ REQUEST_TIMEOUT_S = 60.0
 """For 8 MiB, on the slowest network one would train on."""
 REQUEST_RETRY_S = 60.0
 """How long one request is tried again before the whole file is begun anew."""
+REQUEST_PAUSE_MAX_S = 3.0
+RETRIES_MAX = 100
+"""The time is what ends them."""
 SENTENCE_CHARS_MAX = 300
 RANGE_NOT_SATISFIABLE = 416
 
@@ -57,7 +60,12 @@ class ObjectStore:
         def upload() -> None:
             sent = _counted(pieces, size_bytes, on_progress)
             options = {"chunk_size": chunk_bytes(size_bytes), "max_concurrency": CONCURRENT_MAX}
-            self._obstore.put(self._store, name, sent, **options)
+            try:
+                self._obstore.put(self._store, name, sent, **options)
+            except FileNotFoundError as error:
+                if "NoSuchBucket" in str(error):
+                    raise
+                raise OutageError(f"{self._url}/{name}: the store has forgotten the upload") from None
 
         self._do(f"{self._url}/{name} cannot be written", upload)
 
@@ -162,7 +170,15 @@ class ObjectStore:
         retry_s = min(REQUEST_RETRY_S, self._patience_s)
         options: dict[str, Any] = {
             "client_options": {"timeout": timedelta(seconds=min(REQUEST_TIMEOUT_S, max(self._patience_s, 1.0)))},
-            "retry_config": {"retry_timeout": timedelta(seconds=retry_s), "max_retries": 100},
+            "retry_config": {
+                "retry_timeout": timedelta(seconds=retry_s),
+                "max_retries": RETRIES_MAX,
+                "backoff": {
+                    "init_backoff": timedelta(seconds=PAUSE_FIRST_S),
+                    "max_backoff": timedelta(seconds=REQUEST_PAUSE_MAX_S),
+                    "base": 2,
+                },
+            },
         }
         if url.lower().startswith("s3"):
             options["config"] = aws_config(os.environ)

@@ -13,9 +13,9 @@ from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
 from holdfast.errors import UsageError
+from holdfast.storage.image import BLOCK_BYTES
 
-BLOCK_BYTES = 8 * 2**20
-"""The unit of writing, reading and checksums: large enough for every disk and network, small enough to have several."""
+__all__ = ["BLOCK_BYTES", "PATIENCE_S", "Progress", "Store", "is_remote", "open_store", "parent_of"]
 
 Progress = Callable[[int, int], None]
 """Told bytes done and bytes in all."""
@@ -45,7 +45,8 @@ class Store(Protocol):
         have BLOCK_BYTES each, but for the last, and can be iterated over again for a second try."""
 
     def put_new(self, name: str, content: bytes) -> bool:
-        """Create a small file with this content in one move, durable; False if something of the name is there."""
+        """Create a small file with this content in one move, durable; False if something of the name is there. In a
+        directory its folder must be there: MissingError if it was renamed or removed."""
 
     def replace(self, name: str, content: bytes, instead_of: bytes) -> bool:
         """Put a small file in the place of one that has the content `instead_of`; False if it has not."""

@@ -96,18 +96,16 @@ class Writing:
 
     def publish(self) -> Found | None:
         """Make it a checkpoint, if all parts are there. Anybody may call this, at any time, again."""
-        if (found := self._published()) is not None:
-            self._finish(found)
+        if (found := self._settled()) is not None:
             return found
         notes = self._notes()
         if notes is None:
-            return self._published()  # it may have been published, and the notes removed, while we looked
+            return self._settled()  # it may have been published, and the notes removed, while we looked
         points.reach("parts-complete")
         manifest = self._manifest(notes)
-        if manifest is None or not self._shelf.publish(self._about.step, self._nonce, encode(manifest)):
-            return self._published()
-        self.close()
-        return self._catalogue.open(self._about.step)
+        if manifest is not None:
+            self._shelf.publish(self._about.step, self._nonce, encode(manifest))
+        return self._settled()
 
     def abandon(self) -> None:
         """Remove what this attempt wrote, by whomever, unless it is published."""
@@ -215,11 +213,15 @@ class Writing:
         file = self._shelf.file_prefix(self._nonce) + METADATA
         return Part(number=-1, file=file, size_bytes=len(content), checksums="".join(blocks.computed()))
 
-    def _finish(self, found: Found) -> None:
-        """Another attempt has won: what this process wrote is garbage. Others of our attempt remove theirs."""
-        self.close()
-        if found.manifest.nonce != self._nonce:
-            self._remove({f"{self._folder}/{name}" for name in (*self._written, METADATA)})
+    def _settled(self) -> Found | None:
+        """The checkpoint of our step. If another attempt has won, what this process wrote is garbage, and removed;
+        others of our attempt remove theirs."""
+        found = self._published()
+        if found is not None:
+            self.close()
+            if found.manifest.nonce != self._nonce:
+                self._remove({f"{self._folder}/{name}" for name in (*self._written, METADATA)})
+        return found
 
     def _remove(self, names: set[str]) -> None:
         for name in names:

@@ -1,0 +1,185 @@
+"""Attempts at a checkpoint: by one writer, by several, raced, repeated, given up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import CheckpointError
+from holdfast.storage import points
+from holdfast.storage.catalogue import Catalogue
+from holdfast.storage.image import block_checksums
+from holdfast.storage.manifest import finite, nonce_for
+from holdfast.storage.stores import open_store
+from holdfast.storage.writing import Writing
+from storage.processes import finish, said, started
+from storage.saves import BLOCK, about, flip, image, save, saved, visible
+
+
+def test_a_checkpoint_has_its_parts_what_stock_readers_want_and_a_manifest(tmp_path: Path) -> None:
+    found = save(open_store(str(tmp_path)), 7, metrics=finite({"loss": 0.5, "odd": float("nan")}), notes={"data": 3})
+    assert {path.name for path in (tmp_path / "step-7").iterdir()} == {
+        *("part-0.safetensors", "part-1.safetensors", ".metadata", "manifest.json"),
+    }
+    assert (found.step, found.about.shards, found.about.notes) == (7, 2, {"data": 3})
+    assert found.about.metrics == {"loss": 0.5, "odd": None}
+    assert (tmp_path / "step-7" / "part-1.safetensors").read_bytes() == bytes(image(701))
+    assert visible(tmp_path) == {"step-7"}
+
+
+def test_checksums_are_those_of_the_image(tmp_path: Path) -> None:
+    content = image(1, BLOCK + 5_000_000)
+    told: list[int] = []
+    with Writing(open_store(str(tmp_path)), about(1, 1), "a") as writing:
+        part = writing.write_part(0, content, lambda done, total: told.append(done))
+        assert writing.publish() is not None
+    assert [part.checksum(number) for number in range(part.blocks)] == block_checksums(content)
+    assert told[-1] == len(content)
+
+
+def test_nothing_is_published_while_a_part_is_missing(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    with Writing(store, about(1, 3), "a") as one, Writing(store, about(1, 3), "a") as other:
+        one.write_part(0, image(0))
+        one.write_part(2, image(2))
+        assert one.publish() is None
+        assert visible(tmp_path) == set()
+        assert Catalogue(store).latest() is None
+        other.write_part(1, image(1))
+        found = other.publish()
+        assert found is not None
+        again = one.publish()
+    assert again is not None
+    assert again.manifest == found.manifest
+
+
+def test_notes_of_all_writers_are_put_together(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    for number in range(2):
+        with Writing(store, about(1, 2, notes={f"rng-{number}": [number]}), "a") as writing:
+            writing.write_part(number, image(number))
+            found = writing.publish()
+    assert found is not None
+    assert found.about.notes == {"rng-0": [0], "rng-1": [1]}
+
+
+def test_two_processes_that_are_last_at_once_publish_one_checkpoint(tmp_path: Path) -> None:
+    words = (tmp_path, 5, "raced", 4)
+    with (
+        started("save.py", *words, 0, 1, HOLD="1") as one,
+        started("save.py", *words, 2, 3, HOLD="1") as other,
+    ):
+        said(one, "written")
+        said(other, "written")
+        assert one.stdin is not None
+        one.stdin.write("\n")  # both go on now, and see all notes
+        one.stdin.flush()
+        assert finish(other) == "5"
+        assert finish(one) == "5"
+    assert visible(tmp_path) == {"step-5"}
+    assert [path.name for path in tmp_path.iterdir() if path.name.endswith((".partial", ".removed"))] == []
+    assert Catalogue(open_store(str(tmp_path))).latest() is not None
+
+
+def test_who_publishes_between_two_looks_of_another_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(str(tmp_path))
+    for point in ("parts-complete", "metadata-written", "manifest-written"):
+        step = points.SAVE_POINTS.index(point)
+        with Writing(store, about(step, 1), "a") as slow, Writing(store, about(step, 1), "a") as quick:
+            slow.write_part(0, image(step))
+
+            def overtake(reached: str, at: str = point, by: Writing = quick) -> None:
+                if reached == at:
+                    monkeypatch.setattr(points, "on_point", None)
+                    assert by.publish() is not None
+
+            monkeypatch.setattr(points, "on_point", overtake)
+            found = slow.publish()
+        assert found is not None, point
+        assert found.step == step
+    assert [path for path in tmp_path.iterdir() if path.name.startswith((".put", ".step"))] == []
+
+
+def test_a_part_that_is_done_is_not_written_again(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    with Writing(store, about(1), "a") as first:
+        done = first.write_part(0, image(0))
+    with Writing(store, about(1), "a") as second:
+        assert second.write_part(0, image(99)) == done
+        second.write_part(1, image(1))
+        assert second.publish() is not None
+        assert second.write_part(0, image(98)) == done  # published: it stays as it is
+    assert (tmp_path / "step-1" / "part-0.safetensors").read_bytes() == bytes(image(0))
+
+
+def test_of_two_attempts_one_wins_and_the_other_leaves_nothing(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    with Writing(store, about(3), "a") as one, Writing(store, about(3), "b") as other:
+        for number in range(2):
+            one.write_part(number, image(number))
+            other.write_part(number, image(10 + number))
+        won, lost = one.publish(), other.publish()
+    assert won is not None and lost is not None
+    assert won.manifest.nonce == lost.manifest.nonce == "a"
+    assert {path.name for path in tmp_path.iterdir()} == {"step-3", ".lock"}
+
+
+def test_a_damaged_checkpoint_makes_room_and_is_kept(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    save(store, 3, nonce="a")
+    flip(tmp_path / "step-3" / "part-1.safetensors")
+    assert save(store, 3, nonce="b").manifest.nonce == "b"
+    (aside,) = (name for name in visible(tmp_path) if name != "step-3")
+    assert aside.startswith("step-3.damaged-b")
+    assert (tmp_path / aside / "part-1.safetensors").exists()
+    assert [found.step for found in Catalogue(store).list().found] == [3]
+
+
+def test_an_abandoned_attempt_leaves_nothing_and_a_published_one_stays(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    writing = Writing(store, about(1), "a")
+    writing.write_part(0, image(0))
+    writing.abandon()
+    assert {path.name for path in tmp_path.iterdir()} == set()
+    save(store, 1, nonce="a")
+    Writing(store, about(1), "a").abandon()
+    assert Catalogue(store).latest() is not None
+
+
+def test_attempts_that_share_a_nonce_by_mistake_are_refused(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    with Writing(store, about(1, 2), "a") as one, Writing(store, about(1, 1), "a") as other:
+        one.write_part(0, image(0))
+        with pytest.raises(CheckpointError, match="two attempts share a nonce"):
+            other.publish()
+    assert visible(tmp_path) == set()
+
+
+def test_a_part_that_was_damaged_before_it_was_published_is_named(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    with Writing(store, about(1, 1), "a") as writing:
+        writing.write_part(0, image(0))
+        part = tmp_path / ".step-1.a.partial" / "part-0.safetensors"
+        part.write_bytes(part.read_bytes()[:-1])
+        with pytest.raises(CheckpointError, match=r"part-0\.safetensors has \d+ bytes, its note says"):
+            writing.publish()
+    assert visible(tmp_path) == set()
+
+
+@pytest.mark.parametrize("nonce", ["", "a/b", "../x", "a" * 200, "."])
+def test_a_nonce_leads_nowhere_else(tmp_path: Path, nonce: str) -> None:
+    with pytest.raises(CheckpointError):
+        Writing(open_store(str(tmp_path)), about(1), nonce)
+
+
+def test_all_who_know_the_words_have_the_same_nonce() -> None:
+    assert nonce_for("a/b job", 3) == nonce_for("a/b job", 3) != nonce_for("a/b job", 4)
+
+
+def test_a_store_has_its_checkpoints_in_order(tmp_path: Path) -> None:
+    catalogue = saved(tmp_path, [10, 9, 100])
+    assert [found.step for found in catalogue.list().found] == [100, 10, 9]
+    latest = catalogue.latest()
+    assert latest is not None
+    assert latest.step == 100
