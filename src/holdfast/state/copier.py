@@ -5,8 +5,9 @@ backward. A thread of the lowest priority (SCHED_IDLE) does it, with what the pr
 comes too early calls `join`, which does the rest itself, for its own tensors only. Where a core is free nobody waits;
 where none is, it costs what a copy in the open would.
 
-A tensor that changed while it was copied (its version moved) spoils the copy. The thread that copies the last piece
-looks, and says so: `on_done(spoiled)` is called once, by whichever thread that was.
+A tensor that changed while it was copied (its version moved) spoils the copy. Whoever copies the last piece of an
+owner looks, before that owner may go on: what changes later is no harm. `on_done(spoiled)` is called once, by whichever
+thread copies the last piece of all.
 
 Device tensors are first copied into pinned memory on a stream of their own, behind what the device is doing now; an
 update on the device waits for that, not the host. The thread moves them on when they have arrived.
@@ -91,7 +92,11 @@ class Copy:
     ) -> None:
         self._on_done, self._hurry = on_done, hurry
         self._changed = threading.Condition()
-        self._versions = [(task.source, task.source._version) for task in work.tasks if task.source.is_cpu]
+        self._versions: dict[int, list[tuple[torch.Tensor, int]]] = {}
+        for task in work.tasks:
+            if task.source.is_cpu:
+                self._versions.setdefault(task.owner, []).append((task.source, task.source._version))
+        self._is_spoiled = False
         self._arrived: torch.Event | None = None
         self._waiting: dict[int, deque[_Piece]] = {}
         self._left: dict[int, int] = {}
@@ -161,15 +166,20 @@ class Copy:
         with self._changed:
             self._left[piece.owner] -= 1
             self._in_all -= 1
+            if not self._left[piece.owner]:
+                self._is_spoiled |= self._has_moved(piece.owner)
             is_last = self._in_all == 0 and not self.is_over
             if not self._left[piece.owner] or not self._in_all:
                 self._changed.notify_all()
             if is_last:
                 self._finish()
 
+    def _has_moved(self, owner: int) -> bool:
+        return any(tensor._version != version for tensor, version in self._versions.get(owner, ()))
+
     def _finish(self) -> None:
         self.is_over = True
-        self._on_done(any(tensor._version != version for tensor, version in self._versions))
+        self._on_done(self._is_spoiled)
         self._changed.notify_all()
 
 

@@ -29,12 +29,13 @@ from holdfast.state.writer import Writer
 
 
 class _Place(NamedTuple):
-    """Where a tensor stands."""
+    """Where something stands: a tensor, a module, the state of an optimizer, or nothing yet."""
 
     holder: dict[Any, Any]
     key: Any
-    tensor: torch.Tensor
-    address: int
+    thing: Any
+    look: tuple[Any, ...] | None = None
+    """Of a tensor: its memory may be exchanged while it stays the same object (`parameter.data = …`)."""
 
 
 @dataclass
@@ -53,8 +54,8 @@ class _Known:
     def is_as_it_was(self) -> bool:
         if any(len(container) != size for container, size in self.sizes):
             return False
-        for holder, key, tensor, address in self.places:
-            if holder.get(key) is not tensor or _address(tensor) != address:
+        for holder, key, thing, look in self.places:
+            if holder.get(key) is not thing or (look is not None and _look(thing) != look):
                 return False
         return True
 
@@ -102,9 +103,10 @@ class Roll:
         """None if some of it cannot be watched."""
         if self._tracked.is_accumulating:
             return None
-        writer, known = Writer(), _Known(flat, [], [], {}, {})
+        objects = self._tracked.objects()
+        writer, known = Writer(), _Known(flat, [], [(objects, len(objects))], {}, {})
         names = self._tracked.parameter_names()
-        for name, thing in self._tracked.objects().items():
+        for name, thing in objects.items():
             match thing:
                 case Module():
                     fits = _watch_module(name, thing, writer, known)
@@ -127,18 +129,15 @@ def _watch_module(name: str, module: Module, writer: Writer, known: _Known) -> b
     state = module_state(module)
     if any(key.endswith(EXTRA) for key in state):
         return False
-    holders = [one for owner in model.modules() for one in (owner._parameters, owner._buffers)]
-    places = [
-        _Place(holder, key, tensor, _address(tensor))
-        for holder in holders
-        for key, tensor in holder.items()
-        if tensor is not None
-    ]
-    addresses = {place.address for place in places} | {0}
+    owners = list(model.modules())
+    children = [_Place(owner._modules, key, one) for owner in owners for key, one in owner._modules.items()]
+    holders = [one for owner in owners for one in (owner._parameters, owner._buffers)]
+    places = [_place(holder, key, tensor) for holder in holders for key, tensor in holder.items()]
+    addresses = {_address(place.thing) for place in places if place.thing is not None} | {0}
     if any(_address(tensor) not in addresses for tensor in state.values()):
         return False  # made by hooks
-    known.places += places
-    known.sizes += [(holder, len(holder)) for holder in holders if holder]
+    known.places += places + children
+    known.sizes += [(holder, len(holder)) for holder in (*holders, *(owner._modules for owner in owners))]
     known.fixed[name] = _raw(writer.node(state, (name,)))
     return True
 
@@ -154,13 +153,25 @@ def _watch_optimizer(
     said = optimizer_state(optimizer, names)
     if list(said) != ["state", "param_groups"]:
         return False
-    known.sizes += [(optimizer.state, len(optimizer.state)), *((one, len(one)) for one in held)]
-    known.places += [
-        _Place(one, key, tensor, _address(tensor)) for one in held for key, tensor in one.items()
-    ]
+    groups = optimizer.param_groups
+    known.sizes += [(one, len(one)) for one in (optimizer.state, groups, *held, *(group["params"] for group in groups))]
+    known.places += [_Place(vars(optimizer), key, getattr(optimizer, key)) for key in ("state", "param_groups")]
+    known.places += [_Place(optimizer.state, key, one) for key, one in optimizer.state.items()]
+    known.places += [_Place(group, "params", group["params"]) for group in groups]
+    known.places += [_place(one, key, tensor) for one in held for key, tensor in one.items()]
     known.fixed[name] = _raw(writer.node(said["state"], (name, "state")))
     known.labels[name] = [group["params"] for group in said["param_groups"]]
     return True
+
+
+def _place(holder: dict[Any, Any], key: Any, tensor: torch.Tensor | None) -> _Place:
+    return _Place(holder, key, tensor, _look(tensor) if tensor is not None else None)
+
+
+def _look(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What a copy of it depends on, values aside."""
+    local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+    return local.data_ptr(), local.shape, local.stride(), local.dtype
 
 
 def _address(tensor: torch.Tensor) -> int:
