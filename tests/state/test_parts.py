@@ -335,6 +335,26 @@ def test_any_cut_in_rows_and_columns_into_a_whole(
     assert torch.equal(live.weight, saved.weight) and torch.equal(live.bias, saved.bias)
 
 
+def test_a_shard_that_is_asked_for_is_loaded_and_only_its_parts_are_opened() -> None:
+    sources = sources_of([flatten({"thing": {"own": torch.full((40,), float(shard))}}) for shard in range(3)], 2)
+    for shard, wanted in ((1, 1.0), (2, 2.0), (None, 0.0)):
+        live = Tracked(thing=Thing())
+        mine = {number: part for number, part in sources.items() if number % 3 == (shard or 0)}
+        load_parts(mine, 3, 2, live, shard=shard)
+        assert live.others()["thing"].state["own"].unique().tolist() == [wanted]
+
+
+def test_damaged_memory_is_let_go(tmp_path: Path) -> None:
+    flat = flatten({"thing": torch.ones(BLOCK_BYTES)})
+    image = write_image(flat, 1, 0)
+    sums = block_checksums(memoryview(image))
+    image[-5000] ^= 1
+    with pytest.raises(CheckpointError, match="the image is damaged"), MemoryPart(memoryview(image), sums) as part:
+        load_parts({0: part}, 1, 1, Tracked(thing=Thing()))
+    del part
+    image.close()
+
+
 def test_a_missing_part_is_named() -> None:
     sources = sources_of(sharded_state(2), 2)
     del sources[3]
