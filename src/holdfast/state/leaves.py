@@ -35,6 +35,8 @@ NUMPY_DTYPE = re.compile(r"[<>|=][biufcSU][1-9][0-9]{0,8}\Z")
 NUMPY_SCALAR = re.compile(r"[<>|=][biufc][1-9][0-9]?\Z")
 
 Path = tuple[str | int, ...]
+Alias = tuple[Path, int]
+"""Another place in the state where a tensor stands, and its number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,7 @@ class Flat:
     tensors: list[torch.Tensor]
     specs: list[Spec] | None = field(default=None, compare=False, repr=False)
     """What the tensors are, where it is known without reading the skeleton."""
+    aliases: list[Alias] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import torch
 
 from holdfast.errors import CheckpointError
 from holdfast.state.leaves import Flat, Spec, dotted
-from holdfast.state.moves import Held, Moves
+from holdfast.state.moves import Held, Moves, new_room
 from holdfast.state.reshard import Old, Piece, Region, ask
 from holdfast.state.tracked import TRANSIENT, Tracked
 from holdfast.state.tree import describe, specs
@@ -152,7 +152,7 @@ def _targets(live: Flat, described: Sequence[Spec], tracked: Tracked) -> list[to
     for spec in described:
         there, tensor = known.get(spec.path, (None, None))
         fits = there is not None and (there.dtype, there.shape) == (spec.dtype, spec.shape) and spec.path[0] in ours
-        targets.append(tensor if fits and tensor is not None else torch.empty(spec.shape, dtype=spec.dtype))
+        targets.append(tensor if fits and tensor is not None else new_room(spec.shape, spec.dtype))
     return targets
 
 

@@ -10,16 +10,22 @@ What lies scattered in memory, or on a device, is put together in host memory fi
 from __future__ import annotations
 
 import ctypes
+import mmap
 import threading
 import warnings
-from collections.abc import Iterable, Iterator
-from mmap import mmap
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
 from holdfast.storage.image import BLOCK_BYTES, Entry
 from holdfast.storage.sources import PartSource
+
+PAGE_BYTES = mmap.PAGESIZE
+LARGE_BYTES = 4 * 2**20
+"""From here on a tensor has at least one large page of its own."""
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Held(NamedTuple):
@@ -66,7 +72,7 @@ class Moves:
             return
         room = target
         if not target.is_cpu or not target.is_contiguous():
-            room = torch.empty(target.shape, dtype=target.dtype)
+            room = new_room(target.shape, target.dtype)
             self.afterwards.append((target, room))
         self._rooms.append(room)
         row_bytes = held.entry.size_bytes // (held.entry.shape[0] if held.entry.shape else 1)
@@ -94,8 +100,10 @@ class Moves:
 
         def work() -> None:
             try:
-                room = bytearray(BLOCK_BYTES)
+                room = bytearray()
                 while (task := take()) is not None:
+                    if task.source.memory is None and not room:
+                        room = bytearray(BLOCK_BYTES)
                     self._carry_out(task, room)
             except BaseException as error:  # it belongs to the one who waits for all
                 errors.append(error)
@@ -150,7 +158,20 @@ def blocks_of(start: int, size: int) -> Iterator[tuple[int, int, int]]:
         start, size = start + taken, size - taken
 
 
-def as_bytes(buffer: memoryview | mmap | bytearray) -> torch.Tensor:
+def new_room(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor to be filled, in memory that was not used before: in large pages, where the system has them to give.
+
+    The first touch of each page is what costs most of filling it: three times as much in small pages.
+    """
+    room = torch.empty(shape, dtype=dtype)
+    start = -(-room.data_ptr() // PAGE_BYTES) * PAGE_BYTES
+    end = (room.data_ptr() + room.nbytes) // PAGE_BYTES * PAGE_BYTES
+    if end - start >= LARGE_BYTES:
+        _madvise(start, end - start, mmap.MADV_HUGEPAGE)  # an advice: that it is not taken is no failure
+    return room
+
+
+def as_bytes(buffer: memoryview | mmap.mmap | bytearray) -> torch.Tensor:
     """A buffer as a tensor of bytes, without a copy. One that is read-only must not be written to."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it is read-only: we know

@@ -20,11 +20,11 @@ from typing import NamedTuple
 import torch
 
 from holdfast.errors import StateError
-from holdfast.state.leaves import DTYPE_NAMES, DTYPES, Flat, Path, Spec, dotted
+from holdfast.state.leaves import DTYPE_NAMES, DTYPES, Alias, Flat, Path, Spec, dotted
 from holdfast.state.loading import load_parts
 from holdfast.state.moves import as_bytes
 from holdfast.state.sharded import region
-from holdfast.state.tree import describe
+from holdfast.state.tree import aliases, describe
 from holdfast.storage.header import RESERVED
 from holdfast.storage.image import Layout, Piece, plan, roomy
 from holdfast.storage.sources import FilePart, MemoryPart, PartSource, RangePart
@@ -69,13 +69,15 @@ class PartPlan:
     """One share of a state that looks like this one. Made once; asked before each snapshot whether it still fits."""
 
     def __init__(self, flat: Flat, shares: int, share: int, about: Mapping[str, str] | None = None) -> None:
-        self._specs = list(describe(flat))
+        self._specs, self._aliases = describe(flat), aliases(flat)
         self._rows = share_out(self._specs, shares)[share]
-        self.layout: Layout = plan(_pieces(self._specs, self._rows), roomy(len(flat.skeleton)), about or {})
+        pieces = _pieces(self._specs, self._aliases, self._rows)
+        self.layout: Layout = plan(pieces, roomy(len(flat.skeleton)), about or {})
 
     def fits(self, flat: Flat) -> bool:
         """Whether the state still has these tensors, so placed, and a skeleton for which there is room."""
-        return self.layout.holds(flat.skeleton) and describe(flat) == self._specs
+        is_same = describe(flat) == self._specs and aliases(flat) == self._aliases
+        return is_same and self.layout.holds(flat.skeleton)
 
     def tensors(self, flat: Flat) -> list[torch.Tensor]:
         """What to copy, of a state that fits: views of the live tensors, in the order of the layout's entries."""
@@ -86,7 +88,7 @@ def cut(flat: Flat, shares: int, share: int) -> list[Cut]:
     """The pieces of a share, in the order of its image."""
     described = describe(flat)
     rows = share_out(described, shares)[share]
-    pieces = _pieces(described, rows)
+    pieces = _pieces(described, aliases(flat), rows)
     return [Cut(piece, _view(flat.tensors[row.index], row)) for piece, row in zip(pieces, rows, strict=True)]
 
 
@@ -109,7 +111,8 @@ def views(layout: Layout, buffer: memoryview | mmap.mmap | bytearray) -> list[to
 def write_image(flat: Flat, shares: int, share: int, about: Mapping[str, str] | None = None) -> mmap.mmap:
     """The whole image in memory of our own, for whoever has no slots: survivors that leave a dump."""
     planned = PartPlan(flat, shares, share, about)
-    image = mmap.mmap(-1, planned.layout.size_bytes)
+    image = mmap.mmap(-1, planned.layout.size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    image.madvise(mmap.MADV_HUGEPAGE)
     with memoryview(image) as buffer:
         planned.layout.frame(buffer)
         planned.layout.put_skeleton(buffer, flat.skeleton)
@@ -160,14 +163,22 @@ def _ranges(given: Mapping[int, Mapping[int, int]], shares: int) -> list[list[Ro
     return found
 
 
-def _pieces(described: Sequence[Spec], rows: Sequence[Rows]) -> list[Piece]:
+def _pieces(described: Sequence[Spec], tied: Sequence[Alias], rows: Sequence[Rows]) -> list[Piece]:
     wanted = {row.index for row in rows}
     places = {index: _place(spec) for index, spec in enumerate(described) if index in wanted}
     names = _names([_shown_path(spec) for spec in described])
-    return [_piece(row, described[row.index], names[row.index], *places[row.index]) for row in rows]
+    others: dict[int, tuple[Path, ...]] = {}
+    for path, index in tied:
+        others[index] = (*others.get(index, ()), path)
+    return [
+        _piece(row, described[row.index], names[row.index], others.get(row.index, ()), *places[row.index])
+        for row in rows
+    ]
 
 
-def _piece(rows: Rows, spec: Spec, name: str, offsets: tuple[int, ...], whole: tuple[int, ...]) -> Piece:
+def _piece(
+    rows: Rows, spec: Spec, name: str, tied: tuple[Path, ...], offsets: tuple[int, ...], whole: tuple[int, ...]
+) -> Piece:
     has_rows = bool(spec.shape)
     return Piece(
         name=name,
@@ -177,6 +188,7 @@ def _piece(rows: Rows, spec: Spec, name: str, offsets: tuple[int, ...], whole: t
         shape=(rows.stop - rows.start, *spec.shape[1:]) if has_rows else (),
         offsets=(offsets[0] + rows.start, *offsets[1:]) if has_rows else (),
         whole=whole,
+        aliases=tied,
     )
 
 

@@ -21,6 +21,7 @@ from holdfast.state.leaves import (
     SKELETON_BYTES_MAX,
     TENSORS_BYTES_MAX,
     VERSION,
+    Alias,
     Path,
     Spec,
     dotted,
@@ -36,6 +37,7 @@ class Reader:
 
     def __init__(self, take: Callable[[Spec], Any]) -> None:
         self._take = take
+        self.aliases: list[Alias] = []
         self._leaves: list[Any] = []
         self._layouts: dict[Any, Layout] = {}
         self._tags: dict[str, Callable[[list[Any], Path], Any]] = {
@@ -115,10 +117,11 @@ class Reader:
         self._leaves.append(self._take(spec))
         return self._leaves[-1]
 
-    def _alias(self, node: list[Any], _: Path) -> Any:
+    def _alias(self, node: list[Any], path: Path) -> Any:
         _tag, index = node
         if type(index) is not int or index < 0:
             raise ValueError("an alias must name an earlier tensor")
+        self.aliases.append((path, index))
         return self._leaves[index]
 
     def _scalar(self, node: list[Any], _: Path) -> Any:

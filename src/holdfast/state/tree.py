@@ -32,6 +32,7 @@ from holdfast.state.leaves import (
     SKELETON_BYTES_MAX,
     TENSORS_BYTES_MAX,
     VERSION,
+    Alias,
     Flat,
     Path,
     Spec,
@@ -49,6 +50,7 @@ __all__ = [
     "Flat",
     "Path",
     "Spec",
+    "aliases",
     "describe",
     "dotted",
     "empty_like_skeleton",
@@ -70,7 +72,7 @@ def flatten(value: Any) -> Flat:
     if len(skeleton) > SKELETON_BYTES_MAX:
         sizes = f"{len(skeleton)} bytes beside its tensors, more than {SKELETON_BYTES_MAX}"
         raise StateError(f"the state has {sizes}: keep long lists as tensors")
-    return Flat(skeleton, writer.tensors, writer.specs)
+    return Flat(skeleton, writer.tensors, writer.specs, writer.aliases)
 
 
 def unflatten(skeleton: bytes, tensors: Sequence[torch.Tensor]) -> Any:
@@ -108,6 +110,15 @@ def sketch(skeleton: bytes, leaf: Callable[[int, Spec], Any]) -> Any:
 def describe(flat: Flat) -> list[Spec]:
     """What the tensors of a state are."""
     return flat.specs if flat.specs is not None else specs(flat.skeleton)
+
+
+def aliases(flat: Flat) -> list[Alias]:
+    """The other places where a tensor of a state stands: tied weights."""
+    if flat.aliases is not None:
+        return flat.aliases
+    reader = Reader(lambda spec: spec)
+    reader.read(flat.skeleton)
+    return reader.aliases
 
 
 def empty_like_skeleton(skeleton: bytes, bytes_max: int = TENSORS_BYTES_MAX) -> list[torch.Tensor]:

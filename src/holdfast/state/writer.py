@@ -10,7 +10,17 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast.errors import StateError
-from holdfast.state.leaves import DEPTH_MAX, DIGITS_MAX, DTYPE_NAMES, NUMPY_DTYPE, NUMPY_SCALAR, Path, Spec, dotted
+from holdfast.state.leaves import (
+    DEPTH_MAX,
+    DIGITS_MAX,
+    DTYPE_NAMES,
+    NUMPY_DTYPE,
+    NUMPY_SCALAR,
+    Alias,
+    Path,
+    Spec,
+    dotted,
+)
 from holdfast.state.sharded import Layout, Sharded, layout_of, local_of
 
 TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -22,6 +32,7 @@ class Writer:
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
         self.specs: list[Spec] = []
+        self.aliases: list[Alias] = []
         self._seen: dict[int, list[tuple[int, Layout | None]]] = {}
 
     def node(self, value: Any, path: Path) -> Any:
@@ -75,6 +86,7 @@ class Writer:
             known = self._seen.setdefault(address, [])
             for index, its_layout in known:
                 if its_layout == layout and _is_same(self.tensors[index], held):
+                    self.aliases.append((path, index))
                     return index
             known.append((len(self.tensors), layout))
         self._add(held, Spec(path, held.dtype, tuple(held.shape), layout))

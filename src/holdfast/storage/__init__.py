@@ -5,6 +5,7 @@
     header       the head of an image, which is that of a safetensors file: written, and read trusting nothing
     frames       what stands around each tensor, so that stock torch takes it for an archive of its own
     pickles      the two pickles that stock torch wants to find, written opcode by opcode
+    objects      what a state holds beside its tensors, for stock torch
     sources      an image to read from, every block verified: memory, a file, or whatever reads a range of bytes
 
     stores       what a store can do, and which one a URL means

@@ -19,6 +19,8 @@ ALIGNMENT_BYTES = 64
 BIG = 0xFFFFFFFF
 """From here on sizes and places go into zip's 64-bit fields."""
 UTF8 = 0x0800
+SMALL = (("archive/version", b"3\n"), ("archive/byteorder", b"little"))
+"""What every archive has beside its pickle."""
 
 
 class Frame(NamedTuple):
@@ -28,19 +30,26 @@ class Frame(NamedTuple):
 
 def frame(start: int, dtype: str, shape: Sequence[int], size_bytes: int) -> Frame:
     """What to write at `start`, and behind the tensor's bytes that follow it."""
-    small = (
-        ("archive/data.pkl", tensor_pickle(dtype, shape, size_bytes)),
-        ("archive/version", b"3\n"),
-        ("archive/byteorder", b"little"),
-    )
-    before, directory = bytearray(), bytearray()
-    for name, content in small:
-        checksum = zlib.crc32(content)
-        directory += _listed(name, len(content), checksum, len(before))
-        before += _local(name, len(content), checksum) + content
+    before, directory = _small(tensor_pickle(dtype, shape, size_bytes))
     directory += _listed("archive/data/0", size_bytes, 0, len(before))
     before += _aligned("archive/data/0", size_bytes, start + len(before))
-    return Frame(bytes(before), bytes(directory) + _end(len(small) + 1, len(directory), len(before) + size_bytes))
+    return Frame(before, directory + _end(len(SMALL) + 2, len(directory), len(before) + size_bytes))
+
+
+def archive(content: bytes) -> bytes:
+    """A torch.save archive without tensors: of a pickle alone."""
+    files, directory = _small(content)
+    return files + directory + _end(len(SMALL) + 1, len(directory), len(files))
+
+
+def _small(content: bytes) -> tuple[bytes, bytes]:
+    """The small files of an archive, and their lines of the directory."""
+    files, directory = bytearray(), bytearray()
+    for name, held in (("archive/data.pkl", content), *SMALL):
+        checksum = zlib.crc32(held)
+        directory += _listed(name, len(held), checksum, len(files))
+        files += _local(name, len(held), checksum) + held
+    return bytes(files), bytes(directory)
 
 
 def _aligned(name: str, size_bytes: int, start: int) -> bytes:

@@ -87,6 +87,7 @@ class _Row(msgspec.Struct, frozen=True, array_like=True):
     whole: tuple[int, ...]
     frame_start: int
     frame_bytes: int
+    aliases: tuple[Path, ...] = ()
 
 
 class _Version(msgspec.Struct, frozen=True):
@@ -94,6 +95,8 @@ class _Version(msgspec.Struct, frozen=True):
 
 
 class _Ours(_Version, frozen=True):
+    data_bytes: int
+    """Behind the header, to the end of the file."""
     rows: tuple[_Row, ...]
 
 
@@ -113,7 +116,7 @@ def encode(head: Head, data_bytes: int) -> bytes:
         "format": "pt",
         "DCP_VERSION": "1.0",
         "DCP_SHARDING_INFO": _text(offsets),
-        OURS: _text({"format": FORMAT, "rows": rows}),
+        OURS: _text({"format": FORMAT, "data_bytes": data_bytes, "rows": rows}),
     }
     content = _text(listed).encode()
     content += b" " * (-(len(content) + 8) % PAGE_BYTES)
@@ -173,7 +176,7 @@ def decode(content: bytes, data_bytes: int) -> Head:
     try:
         listed = msgspec.json.decode(content, type=dict[str, msgspec.Raw])
         about = msgspec.json.decode(listed.pop(METADATA, msgspec.Raw(b"{}")), type=dict[str, str])
-        rows = _rows(about)
+        rows = _rows(about, data_bytes)
         entries = tuple(_entry(row, msgspec.json.decode(listed[row.name], type=_Listed)) for row in rows)
         skeleton = msgspec.json.decode(listed[SKELETON], type=_Listed).data_offsets
     except (msgspec.DecodeError, KeyError, ValueError, RecursionError) as error:
@@ -186,12 +189,15 @@ def decode(content: bytes, data_bytes: int) -> Head:
     return Head(entries, start, end - start, about)
 
 
-def _rows(about: Mapping[str, str]) -> tuple[_Row, ...]:
+def _rows(about: Mapping[str, str], data_bytes: int) -> tuple[_Row, ...]:
     if OURS not in about:
         raise CheckpointError("it is a safetensors file, but not one that Holdfast wrote")
     if (found := msgspec.json.decode(about[OURS], type=_Version).format) != FORMAT:
         raise CheckpointError(f"it has the format {found}, this Holdfast reads {FORMAT}: use the one that wrote it")
-    return msgspec.json.decode(about[OURS], type=_Ours).rows
+    ours = msgspec.json.decode(about[OURS], type=_Ours)
+    if ours.data_bytes != data_bytes:
+        raise CheckpointError(f"it has {data_bytes} bytes behind its header, which says {ours.data_bytes}")
+    return ours.rows
 
 
 def _entry(row: _Row, listed: _Listed) -> Entry:

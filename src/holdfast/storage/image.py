@@ -146,6 +146,7 @@ def _placed(piece: Piece, start: int, frame_start: int, frame_bytes: int) -> Ent
         shape=piece.shape,
         offsets=piece.offsets,
         whole=piece.whole,
+        aliases=piece.aliases,
         start=start,
         frame_start=frame_start,
         frame_bytes=frame_bytes,

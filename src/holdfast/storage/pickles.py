@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from holdfast.storage.image import Layout
-    from holdfast.storage.pieces import Entry, Path
+    from holdfast.storage.pieces import Entry, Path, Stored
 
 LEGACY_STORAGES = {
     "bool": "BoolStorage",
@@ -84,11 +84,34 @@ def tensor_pickle(dtype: str, shape: Sequence[int], size_bytes: int) -> bytes:
     return pickled(Call(Global("torch._utils", f"_rebuild_tensor_v{2 if legacy else 3}"), arguments))
 
 
-def dcp_metadata(parts: Sequence[tuple[str, Layout]]) -> bytes:
+def dcp_metadata(parts: Sequence[tuple[str, Layout]], objects: Sequence[tuple[str, Stored]] = ()) -> bytes:
     """What torch.distributed.checkpoint wants to find in `.metadata`: which file has which piece of which tensor where.
 
+    `objects`: what is no tensor, and the file that has it (objects.py).
+    """
+    tensors, paths = _collect(parts)
+    others = {one.name: (file, one) for file, one in objects if one.name not in tensors}
+    storage = [_storage(name, *piece) for name, pieces in tensors.items() for piece in pieces]
+    storage += [_stored(file, one) for file, one in others.values()]
+    kinds = {name: _tensor(pieces) for name, pieces in tensors.items()}
+    return pickled(
+        _instance(
+            "Metadata",
+            state_dict_metadata={**kinds, **{name: _instance("BytesStorageMetadata") for name in others}},
+            planner_data=_planner_paths({**paths, **{name: one.path for name, (_, one) in others.items()}}),
+            storage_data=Pairs(storage),
+            storage_meta=_instance("StorageMeta", checkpoint_id=None, save_id=None, load_id=None, modules=[]),
+            version="1.0.0",
+        )
+    )
+
+
+def _collect(parts: Sequence[tuple[str, Layout]]) -> tuple[dict[str, list[tuple[Entry, str]]], dict[str, Path]]:
+    """The pieces of each tensor and their files, and the tensor's path.
+
     A piece that several parts have (what every shard holds whole) is listed once. Pieces of the same name that are no
-    pieces of the same whole (a tensor that is another one on each rank) get a name with the number of the part.
+    pieces of the same whole (a tensor that is another one on each rank) get a name with the number of the part. Tied
+    tensors are in the files once, and here under each of their names.
     """
     tensors: dict[str, list[tuple[Entry, str]]] = {}
     paths: dict[str, Path] = {}
@@ -103,17 +126,11 @@ def dcp_metadata(parts: Sequence[tuple[str, Layout]]) -> bytes:
             seen.add((name, entry.offsets))
             paths[name] = path
             tensors.setdefault(name, []).append((entry, file))
-    storage = [_storage(name, *piece) for name, pieces in tensors.items() for piece in pieces]
-    return pickled(
-        _instance(
-            "Metadata",
-            state_dict_metadata={name: _tensor(pieces) for name, pieces in tensors.items()},
-            planner_data=_planner_paths(paths),
-            storage_data=Pairs(storage),
-            storage_meta=_instance("StorageMeta", checkpoint_id=None, save_id=None, load_id=None, modules=[]),
-            version="1.0.0",
-        )
-    )
+    for pieces in list(tensors.values()):
+        for path in pieces[0][0].aliases:
+            if (alias := ".".join(map(str, path))) not in tensors:
+                tensors[alias], paths[alias] = pieces, path
+    return tensors, paths
 
 
 def _is_same_whole(one: Entry, other: Entry) -> bool:
@@ -156,6 +173,12 @@ def _storage(name: str, entry: Entry, file: str) -> tuple[Instance, Instance]:
     return _instance("MetadataIndex", fqn=name, offset=_size(entry.offsets), index=None), info
 
 
+def _stored(file: str, one: Stored) -> tuple[Instance, Instance]:
+    place = {"relative_path": file, "offset": one.start, "length": one.size_bytes}
+    info = Instance(Global("torch.distributed.checkpoint.filesystem", "_StorageInfo"), place)
+    return _instance("MetadataIndex", fqn=one.name, offset=None, index=None), info
+
+
 def _instance(kind: str, **fields: Any) -> Instance:
     return Instance(Global(METADATA, kind), fields)
 
@@ -187,6 +210,8 @@ class _Writer:
             case str():
                 text = value.encode()
                 self.out += b"X" + struct.pack("<I", len(text)) + text
+            case bytes():
+                self.out += b"B" + struct.pack("<I", len(value)) + value
             case Global():
                 self._global(value)
             case Call(function, arguments):

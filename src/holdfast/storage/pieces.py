@@ -35,6 +35,8 @@ class Piece(Struct, frozen=True, kw_only=True):
     """Where the piece begins in the whole tensor: the one that all shards and shares together hold."""
     whole: tuple[int, ...]
     """The whole tensor's shape."""
+    aliases: tuple[Path, ...] = ()
+    """Other places in the state where the same tensor stands: tied weights."""
 
     @property
     def size_bytes(self) -> int:
@@ -52,3 +54,12 @@ class Entry(Piece, frozen=True, kw_only=True):
     @property
     def end(self) -> int:
         return self.start + self.size_bytes
+
+
+class Stored(Struct, frozen=True, kw_only=True):
+    """A value that is no tensor, in a file of such."""
+
+    name: str
+    path: Path
+    start: int
+    size_bytes: int

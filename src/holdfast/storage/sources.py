@@ -33,6 +33,9 @@ class PartSource(Protocol):
     def read(self, entry: Entry, start: int, size: int) -> bytes:
         """Verified bytes of a tensor, from one of its bytes on."""
 
+    def close(self) -> None:
+        """No more reading; files and memory are let go."""
+
 
 class _Source:
     """What all kinds have in common."""
@@ -54,6 +57,15 @@ class _Source:
         except CheckpointError as error:
             raise CheckpointError(str(error) if name in str(error) else f"{name}: {error}") from None
         self._kept = None
+
+    def close(self) -> None:
+        self._kept = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
 
     def read(self, entry: Entry, start: int, size: int) -> bytes:
         if not 0 <= start <= start + size <= entry.size_bytes:
@@ -98,6 +110,10 @@ class MemoryPart(_Source):
         self._buffer = self.memory = memoryview(buffer).cast("B")
         super().__init__(name, len(self._buffer), checksums)
 
+    def close(self) -> None:
+        super().close()
+        self._buffer.release()
+
     def block(self, number: int, room: memoryview) -> memoryview:
         start = number * BLOCK_BYTES
         return super().block(number, self._buffer[start : start + BLOCK_BYTES])
@@ -121,16 +137,10 @@ class FilePart(_Source):
             raise
 
     def close(self) -> None:
-        """No more reading."""
+        super().close()
         file, self._file = self._file, -1
         if file >= 0:
             os.close(file)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
 
     def _fill(self, start: int, room: memoryview) -> memoryview:
         done = 0

@@ -1,12 +1,14 @@
-"""Worlds of other sizes and kinds, of real processes, each reading the checkpoint of the one before.
+"""Worlds of other sizes and kinds, of real processes, each loading the parts that the one before has written.
 
 Run as `python reshard_worlds.py FOLDER`: torch is imported once, each world is forked. Every rank checks what it can by
-itself and fails the world otherwise; the last world's shards are compared with the first's by the test.
+itself and fails the world otherwise; worlds of the same cut are compared by the test. What ours loads, torch's stock
+loaders load too, from the same files.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import sys
 import traceback
@@ -16,18 +18,24 @@ from typing import Any
 import torch
 import torch._dynamo  # or each process would import it, with its first optimizer
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from holdfast.state import checkpoint
-from holdfast.state.reshard import fetch_from, reshard
+from holdfast.state import loading, parts, reshard
 from holdfast.state.snapshot import Pair, Snapshot
 from holdfast.state.tracked import Tracked
+from holdfast.storage.image import block_checksums
+from holdfast.storage.pickles import dcp_metadata
 
-WORLDS = [("fsdp", 2), ("fsdp", 3), ("ddp", 2), ("fsdp", 2), ("hsdp", 4), ("fsdp", 3)]
+parts.PIECE_BYTES_MIN = 64  # or nothing here would be large enough to be cut
+WORLDS = [
+    *(("fsdp", 2), ("fsdp", 3), ("ddp", 2), ("fsdp", 2), ("fsdp", 2)),
+    *(("hsdp", 4), ("hsdp", 4), ("plain", 1), ("fsdp", 3)),
+]
 
 
 def main(root: Path) -> None:
@@ -62,7 +70,7 @@ def build(kind: str, size: int, seed: int) -> Tracked:
     model: Any = inner
     if kind == "ddp":
         model = DistributedDataParallel(inner)
-    else:
+    elif kind != "plain":
         sizes, names = ((size,), ("shard",)) if kind == "fsdp" else ((2, size // 2), ("replicate", "shard"))
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
         for layer in (inner[0], inner[2]):
@@ -87,30 +95,64 @@ def run(root: Path, number: int, kind: str, rank: int, size: int) -> None:
     if number == 0:
         train(tracked, 3, rank)
     else:
-        found = checkpoint.latest(root / "checkpoints")
-        assert found is not None and found.step == number - 1
-        flats = [checkpoint.read(found, shard) for shard in range(found.manifest.shards)]
-        skeletons = checkpoint.skeletons(found)
-        known = dict(enumerate(skeletons))
-        if WORLDS[number - 1][0] == "hsdp":
-            known = {shard: known[shard] for shard in (0, 3)}  # what two dead ranks had, their replicas have
-        reshard(known, fetch_from(flats), tracked)
+        is_same_cut = WORLDS[number - 1] == (kind, size)
+        loading.ask = reshard.ask if not is_same_cut else None  # type: ignore[assignment]  # nothing is cut anew
+        load(root / f"step-{number - 1}", tracked, rank)
+        load_as_others_do(root / f"step-{number - 1}", tracked, kind, size)
     digest = whole(tracked)
     (root / f"digest-{number}-{rank}").write_text(digest)
-    save(root, number, kind, rank, size, tracked)
-    roll_back(tracked, digest, rank)
-    take_over(tracked, build(kind, size, seed=100 + number), rank)
+    save(root / f"step-{number}", kind, rank, size, tracked)
+    if number == [one for one, _ in WORLDS].index(kind):
+        roll_back(tracked, digest, rank)
+        take_over(tracked, build(kind, size, seed=100 + number), rank)
 
 
-def save(root: Path, number: int, kind: str, rank: int, size: int, tracked: Tracked) -> None:
-    shards = 1 if kind == "ddp" else size
-    parts: list[Any] = [None] * size
-    part = checkpoint.write_part(root / "checkpoints", number, "n", rank, tracked.state()) if rank < shards else None
-    dist.all_gather_object(parts, part)
-    if rank == 0:
-        manifest = checkpoint.manifest_of(number, size, parts[:shards])
-        checkpoint.publish(root / "checkpoints", number, "n", manifest)
+def save(folder: Path, kind: str, rank: int, size: int, tracked: Tracked) -> None:
+    shards = {"fsdp": size, "hsdp": size // 2}.get(kind, 1)
+    folder.mkdir(exist_ok=True)
+    image = parts.write_image(tracked.state(), size // shards, rank // shards)
+    (folder / f"part-{rank}.safetensors").write_bytes(image)
+    note = {"shards": shards, "shares": size // shards, "checksums": block_checksums(memoryview(image))}
+    (folder / f"part-{rank}.json").write_text(json.dumps(note))
     dist.barrier()
+    if rank == 0:
+        files = [(f"part-{number}.safetensors", open_part(folder, number).layout) for number in range(size)]
+        (folder / ".metadata").write_bytes(dcp_metadata(files))
+    dist.barrier()
+
+
+def open_part(folder: Path, number: int) -> parts.FilePart:
+    note = json.loads((folder / f"part-{number}.json").read_text())
+    return parts.FilePart(folder / f"part-{number}.safetensors", note["checksums"])
+
+
+def load(folder: Path, tracked: Tracked, rank: int) -> None:
+    note = json.loads((folder / "part-0.json").read_text())
+    sources = {number: open_part(folder, number) for number in range(note["shards"] * note["shares"])}
+    parts.load_parts(sources, note["shards"], note["shares"], tracked)
+
+
+def load_as_others_do(folder: Path, tracked: Tracked, kind: str, size: int) -> None:
+    """With nothing of ours: into tensors of the same kind, cut as the world is now."""
+    wanted = tensors_of(tracked.tree())
+    readers = [dcp.FileSystemReader(folder), dcp.HuggingFaceStorageReader(str(folder))]
+    for reader in readers:
+        found = {name: torch.zeros_like(value) for name, value in wanted.items()}
+        dcp.load(found, storage_reader=reader)
+        for name, value in wanted.items():
+            left, right = (one.to_local() if isinstance(one, DTensor) else one for one in (value, found[name]))
+            assert torch.equal(left, right), f"{name} of {folder} in a {kind} of {size}"
+
+
+def tensors_of(value: Any, path: str = "") -> dict[str, torch.Tensor]:
+    """By their paths in dots."""
+    if isinstance(value, torch.Tensor):
+        return {path: value}
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    found: dict[str, torch.Tensor] = {}
+    for key, item in items:
+        found |= tensors_of(item, f"{path}.{key}" if path else str(key))
+    return found
 
 
 def roll_back(tracked: Tracked, digest: str, rank: int) -> None:
