@@ -10,7 +10,7 @@
 
     stores       what a store can do, and which one a URL means
       directory    files written past the page cache, durable when `put` returns (direct)
-      objects      s3://, gs://, az:// by obstore: multipart, retries (patience), conditional puts (credentials)
+      object_store s3://, gs://, az:// by obstore: multipart, retries (patience), conditional puts (credentials)
       filesystems  the rest, by fsspec
     shelves      how a checkpoint becomes visible in a store, and ceases to be, in one atomic move: directory_shelf
                  (locks), object_shelf (leases)
