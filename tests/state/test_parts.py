@@ -29,8 +29,8 @@ from holdfast.state.sharded import Layout, Sharded, region
 from holdfast.state.tracked import Tracked
 from holdfast.state.tree import flatten, specs
 from holdfast.storage.image import BLOCK_BYTES, block_checksums
+from holdfast.storage.objects import stock_objects
 from holdfast.storage.pickles import dcp_metadata
-from holdfast.storage.stock_values import stock_objects
 
 KINDS: list[Callable[[bytes, Path], PartSource]] = [
     lambda image, _: MemoryPart(memoryview(image)),
