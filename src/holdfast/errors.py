@@ -11,6 +11,7 @@ HoldfastError                 something expected went wrong; its text says what,
 ├── StateError                something in a tracked state cannot be kept, or does not fit where it is loaded
 ├── ShardError                streamed shards cannot be read, so many that it is not the shards
 ├── CheckpointError           a checkpoint cannot be written, or what is on disk cannot be read
+├── ReplicaError              a copy of a snapshot was not taken in by its holder, or cannot be had from it
 ├── LaunchError               a process could not be started
 ├── SettleError               the members of a view contradict one another about their state
 └── RetryableError            for users to raise inside a step: worth a second try in the same process
@@ -61,6 +62,10 @@ class ShardError(HoldfastError):
 
 class CheckpointError(HoldfastError):
     """A checkpoint cannot be written, or what is on disk cannot be read."""
+
+
+class ReplicaError(HoldfastError):
+    """A copy of a snapshot was not taken in by its holder, or cannot be had from it."""
 
 
 class LaunchError(HoldfastError):

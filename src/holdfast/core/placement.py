@@ -18,9 +18,9 @@ The order of changes. Copies are large, so what is good stays: a placement follo
 Looking for a place is bounded (`LOOKS_MAX`), so that ten thousand nodes are placed in a moment; beyond it, a place that
 is good enough is taken for the best.
 
-Parity groups: nodes of different domains, K to a group, each holding parity so that the images of any one of them follow
-from the others'. Groups have at least K members, where there are as many nodes, so that memory stays within what was
-asked for; and what can stay together, does.
+Parity groups: nodes of different domains, K to a group, each holding parity so that the images of any one of them
+follow from the others'. Groups have at least K members, where there are as many nodes, so that memory stays within
+what was asked for; and what can stay together, does.
 """
 
 from __future__ import annotations
@@ -58,8 +58,11 @@ class Placement(msgspec.Struct, frozen=True):
     """By node: those whose images it holds."""
 
 
+NOWHERE = Placement()
+
+
 def place(
-    sites: Sequence[Site], replicas: int, before: Placement = Placement(), doubtful: Collection[str] = ()
+    sites: Sequence[Site], replicas: int, before: Placement = NOWHERE, doubtful: Collection[str] = ()
 ) -> Placement:
     """Partners for each of these nodes, in the order of the ring. See the rules above."""
     table = _Table(sites, min(replicas, len(sites) - 1), frozenset(doubtful))
