@@ -70,8 +70,8 @@ def bulk_client(port: int, *, tls: Tls | None = None, token: str = TOKEN) -> Ite
 
 
 class Proxy:
-    """Passes bytes on, both ways; of those to the server, flips one bit at each of these offsets of the stream, or stops
-    passing them on at `stop_at`."""
+    """Passes bytes on, both ways. Of those to the server it flips one bit at each of these offsets of the stream, or
+    passes no more of them on from `stop_at`."""
 
     def __init__(self, port: int, flips: tuple[int, ...] = (), stop_at: int | None = None) -> None:
         self._target, self._flips, self._stop_at = port, set(flips), stop_at

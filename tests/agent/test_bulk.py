@@ -59,7 +59,7 @@ def test_many_images_go_over_one_connection_and_the_two_newest_stay(tmp_path: Pa
 
 def test_an_image_is_read_back_block_by_block(tmp_path: Path) -> None:
     image = noise(2 * BLOCK_BYTES + 5)
-    with bulk_server(tmp_path) as (server, guests), bulk_client(server.port) as client:
+    with bulk_server(tmp_path) as (server, _), bulk_client(server.port) as client:
         client.put(label(7, image), memoryview(image))
         assert [(kept.kind, kept.label.step) for kept in client.inventory()] == [("guest", 7)]
         found = bytearray(len(image))
@@ -69,7 +69,7 @@ def test_an_image_is_read_back_block_by_block(tmp_path: Path) -> None:
         assert found == image
         for wrong in (Read(kind="guest", node_id="a", seat=0, view=1, step=8, index=0),
                       Read(kind="guest", node_id="a", seat=0, view=1, step=7, index=3)):  # fmt: skip
-            with pytest.raises(ReplicaError, match="not here|no block"):
+            with pytest.raises(ReplicaError, match=r"not here|no block"):
                 client.read(wrong, memoryview(bytearray(1)))
 
 
