@@ -66,7 +66,7 @@ def bulk_client(port: int, *, tls: Tls | None = None, token: str = TOKEN) -> Ite
         yield client
     finally:
         client.close()
-        client._hang_up()
+        client.hang_up()
 
 
 class Proxy:

@@ -315,3 +315,29 @@ def test_with_tls_nothing_can_be_read_on_the_way_and_others_stay_out(tmp_path: P
 
 def test_the_proof_is_bound_to_the_certificate() -> None:
     assert len({bulk._secret(TOKEN, certificate) for certificate in (b"", b"one", b"two")}) == 3
+
+
+def test_a_client_that_waits_for_a_machine_that_is_gone_is_freed() -> None:
+    errors: list[BaseException] = []
+
+    def send() -> None:
+        try:
+            client.put(label(1, b"x"), memoryview(b"x"))
+        except (WireError, OSError) as error:
+            errors.append(error)
+
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        port = full.getsockname()[1]
+        crowd = [socket.socket() for _ in range(4)]  # so many that further ones get no answer
+        for one in crowd:
+            one.setblocking(False)
+            one.connect_ex(("127.0.0.1", port))
+        with bulk_client(port) as client:
+            thread = threading.Thread(target=send)
+            thread.start()
+            eventually(lambda: client._socket is not None, "it connects")
+            client.close()
+            thread.join(5.0)
+            assert not thread.is_alive() and errors
+        for one in crowd:
+            one.close()

@@ -35,6 +35,7 @@ from holdfast.wire.bulk import (
     Sealed,
     Took,
     connect,
+    cut,
     welcome,
 )
 from holdfast.wire.tls import Tls
@@ -231,6 +232,8 @@ class BulkClient:
     def __init__(self, host: str, port: int, *, token: str, tls: Tls | None) -> None:
         self._host, self._port, self._token, self._tls = host, port, token, tls
         self._line: Line | None = None
+        self._lock = threading.Lock()
+        self._socket: socket.socket | Line | None = None
         self._closed = False
         self.blocks_again = 0
         """How many had to be sent or read again."""
@@ -256,8 +259,9 @@ class BulkClient:
     def close(self) -> None:
         """From any thread: whoever is in the middle of something gets an error."""
         self._closed = True
-        if line := self._line:
-            line.cut()
+        with self._lock:
+            if self._socket:
+                _cut(self._socket)
 
     def _converse(self, talk: Callable[[Line], None]) -> None:
         """On the line there is; if that one turns out to be dead (idle for too long), once more on a new one."""
@@ -270,22 +274,30 @@ class BulkClient:
                 talk(line)
                 return
             except (WireError, OSError):
-                self._hang_up()
+                self.hang_up()
                 line = None
                 if is_last or self._closed:
                     raise
             except ReplicaError:
-                self._hang_up()  # blocks may be under way that they do not expect
+                self.hang_up()  # blocks may be under way that they do not expect
                 raise
 
     def _connect(self) -> Line:
-        line = connect(self._host, self._port, token=self._token, tls=self._tls)
+        line = connect(self._host, self._port, token=self._token, tls=self._tls, trying=self._watch)
         self._line = line
-        if self._closed:  # meanwhile; from now on `close` cuts the line
-            line.cut()
+        self._watch(line)
         return line
 
-    def _hang_up(self) -> None:
+    def _watch(self, line: socket.socket | Line | None) -> None:
+        """What `close` has to cut; at once, if it came meanwhile."""
+        with self._lock:
+            self._socket = line
+            if self._closed and line:
+                _cut(line)
+
+    def hang_up(self) -> None:
+        """When no thread uses it any more."""
+        self._watch(None)
         if self._line:
             self._line.close()
             self._line = None
@@ -372,5 +384,4 @@ def _cut(line: socket.socket | Line) -> None:
     if isinstance(line, Line):
         line.cut()
     else:
-        with suppress(OSError):
-            socket.socket.shutdown(line, socket.SHUT_RDWR)
+        cut(line)

@@ -74,6 +74,10 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Where workers that speak to Holdfast find and leave checkpoints; empty: nowhere."""
     replicas: int = 0
     """In-memory copies of each shard that other ranks are to hold."""
+    failure_domain: str = ""
+    """What this node would go down with; empty: its machine."""
+    memory_dir: str = "/dev/shm/holdfast"
+    """Where snapshots are: <memory_dir>/<job>/<node>/."""
     hang_timeout_s: float | None = None
     """How long nothing may move on this node. None: as long as its own steps make reasonable; 0: for ever."""
     failover: str = ""

@@ -20,6 +20,7 @@ import hashlib
 import socket
 import ssl
 import struct
+from collections.abc import Callable
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
@@ -224,11 +225,8 @@ class Line:
         return self.receive(_from_keeper)
 
     def cut(self) -> None:
-        """Wake whoever is blocked here, from another thread. SSLSocket's own shutdown is not made for that."""
-        try:
-            socket.socket.shutdown(self._connection, socket.SHUT_RDWR)
-        except OSError:
-            pass  # it is gone already
+        """Wake whoever is blocked here, from another thread."""
+        cut(self._connection)
 
     def close(self) -> None:
         self._connection.close()
@@ -239,16 +237,30 @@ class Line:
         return bytes(content)
 
 
+def cut(connection: socket.socket) -> None:
+    """Wake whoever is blocked in it, connecting included. SSLSocket's own shutdown is not made for that."""
+    try:
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
+    except OSError:
+        pass  # it is gone already
+
+
 _opening = msgspec.msgpack.Decoder(Opening)
 _challenge = msgspec.msgpack.Decoder(Challenge)
 _response = msgspec.msgpack.Decoder(Response)
 
 
-def connect(host: str, port: int, *, token: str, tls: Tls | None) -> Line:
-    """Both sides proved. WireError or OSError if that cannot be done."""
-    plain = socket.create_connection((host, port), timeout=HANDSHAKE_S)
-    connection: socket.socket = plain
+def connect(
+    host: str, port: int, *, token: str, tls: Tls | None, trying: Callable[[socket.socket], None]
+) -> Line:
+    """Both sides proved. WireError or OSError if that cannot be done. `trying` is told of the socket before, so that
+    another thread may cut it short."""
+    family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    plain = connection = socket.socket(family, kind, protocol)
     try:
+        trying(plain)
+        plain.settimeout(HANDSHAKE_S)
+        plain.connect(target)
         certificate = b""
         if tls:
             connection = _client_context(tls).wrap_socket(plain)
