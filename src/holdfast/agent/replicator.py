@@ -71,8 +71,12 @@ class Images(Protocol):
     def at(self, seat: int, view: int, step: int) -> Image | None:
         """The one of this step, if it is still there."""
 
-    async def changed(self) -> None:
-        """Until an image was sealed that was not there when this was called."""
+    @property
+    def sealed_count(self) -> int:
+        """How many were sealed so far, of all seats."""
+
+    async def changed(self, sealed_count: int) -> None:
+        """Until more than so many were."""
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -169,17 +173,17 @@ class _Follower:
     async def _run(self) -> None:
         retry_s = RETRY_FIRST_S
         while True:
-            changed = asyncio.ensure_future(self._images.changed())
+            seen = self._images.sealed_count
+            if await self._catch_up():
+                retry_s = RETRY_FIRST_S
+                await self._images.changed(seen)
+                continue
+            await asyncio.sleep(RETRY_FIRST_S)  # there is no event for a partner that is back
             try:
-                if await self._catch_up():
-                    retry_s = RETRY_FIRST_S
-                    await changed
-                else:
-                    await asyncio.wait({changed}, timeout=retry_s)  # there is no event for a partner that is back
-                    await asyncio.sleep(RETRY_FIRST_S)
-                    retry_s = min(retry_s * 2, RETRY_MAX_S)
-            finally:
-                changed.cancel()
+                async with asyncio.timeout(retry_s):
+                    await self._images.changed(seen)
+            except TimeoutError:
+                retry_s = min(retry_s * 2, RETRY_MAX_S)
 
     async def _catch_up(self) -> bool:
         """Send whatever is newer than what is there. False if that did not work."""
