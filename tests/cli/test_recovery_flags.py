@@ -32,6 +32,8 @@ def parsed(words: str, **environ: str) -> RunOptions:
         ("--spares 2", "spares", 2),
         ("--spares 0 --recovery retry", "spares", 0),
         ("--replicas 0", "replicas", 0),
+        ("--replica-parity 2 --nnodes 2", "replica_parity", 2),
+        ("--failure-domain rack-7", "failure_domain", "rack-7"),
         ("--checkpoint-dir=~/runs/{job_id}", "checkpoint_dir", "/home/ada/runs/{job_id}"),
         ("--checkpoint-dir ''", "checkpoint_dir", None),
         ("--hang-timeout auto", "hang_timeout_s", None),
@@ -78,6 +80,12 @@ REFUSALS = {
     "--spares -1": "--spares -1: give a whole number, 0 or more",
     "--spare-nodes one": "--spare-nodes one: give a whole number, 0 or more",
     "--replicas 0.5": "--replicas 0.5: give a whole number, 0 or more",
+    "--replica-parity 1 --nnodes 2": (
+        "--replica-parity 1 does not fit --nnodes 2: a group has at least 2 nodes, and at most as many as there are"
+    ),
+    "--replica-parity 3 --nnodes 2": (
+        "--replica-parity 3 does not fit --nnodes 2: a group has at least 2 nodes, and at most as many as there are"
+    ),
     "--spare 1": "--spare is ambiguous: write --spares or --spare-nodes",
     "--hang-timeout never": (
         "--hang-timeout never: give auto, or a time in seconds as in 60, or 0 to never take a worker for hung"

@@ -34,6 +34,7 @@ from holdfast.agent.line import LineServer
 from holdfast.agent.logs import WorkerLogs
 from holdfast.agent.master_keeper import EXIT_JOURNAL, MasterFailedError, MasterKeeper
 from holdfast.agent.memory import MemoryWatch
+from holdfast.agent.replication import NoImages, Replication
 from holdfast.agent.reports import Reports
 from holdfast.agent.store_ports import StorePorts
 from holdfast.agent.uplink import Uplink
@@ -119,6 +120,7 @@ class Agent:
             config, self._reports, launcher, self._logs, self._memory, self._order_changed.set, self._close_stores
         )
         self._lines = LineServer(self._crew)
+        self._replication = Replication(config, NoImages())
         self._hangs = HangWatch(lambda: self._crew.seated, self._reports, config.hang_timeout_s)
 
     # --- what the link asks of us
@@ -137,6 +139,8 @@ class Agent:
             role=config.role,
             requested_rank=config.requested_rank,
             log_dir=str(config.logs.run_dir),
+            domain=config.failure_domain,
+            bulk_port=self._replication.port,
         )
         return Hello(
             node_id=config.node_id,
@@ -225,6 +229,7 @@ class Agent:
             task.cancel()
         await asyncio.gather(*tasks, *self._background, return_exceptions=True)
         await self._crew.close()
+        await self._replication.close()
         await self._lines.close()
         await self._logs.drain()
         self._logs.close()
@@ -273,11 +278,13 @@ class Agent:
         if order.view != self._crew.view and order.store_here:
             self._open_store(order)
         replaced, self._to_replace = tuple(sorted(self._to_replace)), set()
+        self._replication.serve(order)
         await self._crew.serve(msgspec.structs.replace(order, replaced=replaced))
         self._reap_orphans()
 
     async def _stand_by(self, order: Hold) -> Result | None:
         self._job_id = order.job_id
+        self._replication.hold()
         await self._crew.hold(order)
         self._reap_orphans()
         if not order.leaving:

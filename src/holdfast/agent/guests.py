@@ -44,7 +44,7 @@ class Guests:
     """One for the life of an agent; finds what an earlier life left in the same directory."""
 
     def __init__(self, root: Path) -> None:
-        self._root = root
+        self.root = root
         self._lock = threading.RLock()
         self._promised: dict[str, int] = {}
         self._seats: dict[Seat, list[Slot[Label]]] = {}
@@ -114,7 +114,7 @@ class Guests:
             for seat in [seat for seat in self._seats if seat[0] == node_id]:
                 for slot in self._seats.pop(seat):
                     slot.empty()
-            shutil.rmtree(self._root / directory_name(node_id), ignore_errors=True)
+            shutil.rmtree(self.root / directory_name(node_id), ignore_errors=True)
 
     def drop_unpromised(self, before_step: int) -> list[str]:
         """Whoever is not promised, and has nothing here as new as this step, which is safe elsewhere. Who they were."""
@@ -130,10 +130,10 @@ class Guests:
         """The job is over."""
         with self._lock:
             self._promised, self._seats = {}, {}
-            shutil.rmtree(self._root, ignore_errors=True)
+            shutil.rmtree(self.root, ignore_errors=True)
 
     def _find(self) -> None:
-        for directory in self._root.glob("*/seat-*"):
+        for directory in self.root.glob("*/seat-*"):
             slots = [Slot(directory, number, Head[Label]) for number in range(SLOTS)]
             labels = [slot.head.label for slot in slots if slot.head]
             if not labels:
@@ -156,7 +156,7 @@ class Guests:
 
     def _slots(self, seat: Seat) -> list[Slot[Label]]:
         if seat not in self._seats:
-            directory = self._root / directory_name(seat[0]) / f"seat-{seat[1]}"
+            directory = self.root / directory_name(seat[0]) / f"seat-{seat[1]}"
             self._seats[seat] = [Slot(directory, number, Head[Label]) for number in range(SLOTS)]
         return self._seats[seat]
 

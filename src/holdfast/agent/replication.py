@@ -96,6 +96,7 @@ class Replication:
             await asyncio.to_thread(self._server.close)
         if self._guests:
             self._guests.clear()
+            _remove_empty(self._guests.root.parent, Path(self._config.memory_dir))
 
     # --- what the bulk port asks of us (bulk.Keeper), from its threads
 
@@ -120,6 +121,18 @@ class Replication:
 def node_dir(config: AgentConfig, job_id: str) -> Path:
     """Where this node's memory of a job is."""
     return Path(config.memory_dir) / directory_name(job_id) / directory_name(config.node_id)
+
+
+def _remove_empty(directory: Path, top: Path) -> None:
+    """A directory and those above it, as far as they are ours and empty."""
+    while directory.is_relative_to(top):
+        try:
+            directory.rmdir()
+        except FileNotFoundError:
+            pass
+        except OSError:
+            return  # somebody else's are there
+        directory = directory.parent
 
 
 def _is_elsewhere(order: Serve) -> bool:

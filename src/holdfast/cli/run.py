@@ -129,6 +129,7 @@ def build_config(options: RunOptions, environment: dict[str, str]) -> AgentConfi
         join_timeout_s=options.join_timeout_s,
         checkpoint_dir=_checkpoints(options, run_id, plan),
         replicas=options.replicas,
+        failure_domain=options.failure_domain or "",
         hang_timeout_s=options.hang_timeout_s,
         failover=options.dynamic_failover_extension or "",
     )
@@ -211,6 +212,7 @@ def _master_plan(options: RunOptions, host: str, port: int, run_id: str) -> Mast
         "--spares": options.spares,
         "--spare-nodes": options.spare_nodes,
         "--replicas": options.replicas,
+        "--replica-parity": options.replica_parity,
         "--settle": options.settle_s,
         "--join-timeout": options.join_timeout_s,
         "--heartbeat-interval": options.heartbeat_interval_s,
