@@ -40,8 +40,8 @@ from holdfast.wire.bulk import (
 )
 from holdfast.wire.tls import Tls
 
-CONNECTIONS_MAX = 64
-"""A node holds for a handful of others, and each has one; more are strangers."""
+CONNECTIONS_MAX = 256
+"""A node holds for a handful of others, and each has one, or one a worker for parity; more are strangers."""
 BLOCKS_UNDER_WAY_MAX = 4
 RESENDS_MAX = 3
 """Of one block. What is damaged as often is damaged where it comes from."""

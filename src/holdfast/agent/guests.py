@@ -11,11 +11,10 @@ Everything here may be called from any thread.
 
 from __future__ import annotations
 
-import mmap
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from urllib.parse import quote
 
@@ -23,7 +22,7 @@ import msgspec
 import structlog
 
 from holdfast.agent.blocks import block_count, span
-from holdfast.agent.slots import SLOTS, Head, Slot
+from holdfast.agent.slots import Head, Slot, close, oldest, open_slots, reading
 from holdfast.errors import ReplicaError
 from holdfast.wire.bulk import Label
 
@@ -59,13 +58,18 @@ class Guests:
         """Where the image goes; None if it is here already. ReplicaError: it is not wanted, in a sentence."""
         with self._lock:
             self._check(label)
+        return self.adopt(label)
+
+    def adopt(self, label: Label) -> Incoming | None:
+        """The same for an image that this agent itself has found or made again, promised or not."""
+        with self._lock:
             slots = self._slots((label.node_id, label.seat))
             held = [slot.sealed for slot in slots if slot.sealed]
             if any(_same(label, known) for known in held):
                 return None
             if any(label.age < known.age for known in held):
                 raise ReplicaError(f"step {label.step} of view {label.view} is older than what is here")
-            slot = _oldest(slots)
+            slot = oldest(slots)
             was_taken = slot.writer is not None  # by a connection that is broken and does not know it yet
             slot.writer = writer = object()
         with slot.growing:
@@ -93,20 +97,10 @@ class Guests:
             slots = [slot for slots in self._seats.values() for slot in slots]
             return [Held(slot.sealed, slot.path) for slot in slots if slot.sealed]
 
-    @contextmanager
-    def reading(self, node_id: str, seat: int, view: int, step: int) -> Iterator[memoryview]:
+    def reading(self, node_id: str, seat: int, view: int, step: int) -> AbstractContextManager[memoryview]:
         """The bytes of one of them; they stay as they are meanwhile."""
         with self._lock:
-            slot = self._holding(node_id, seat, (view, step))
-            slot.pins += 1
-            mapped = slot.map(writable=False)
-        try:
-            with memoryview(mapped) as content:
-                yield content
-        finally:
-            _close(mapped)
-            with self._lock:
-                slot.pins -= 1
+            return reading(self._seats.get((node_id, seat), []), (view, step), self._lock)
 
     def drop(self, node_id: str) -> None:
         """The node is gone for good."""
@@ -134,15 +128,11 @@ class Guests:
 
     def _find(self) -> None:
         for directory in self.root.glob("*/seat-*"):
-            slots = [Slot(directory, number, Head[Label]) for number in range(SLOTS)]
+            slots = open_slots(directory, Head[Label])
             labels = [slot.head.label for slot in slots if slot.head]
             if not labels:
                 shutil.rmtree(directory, ignore_errors=True)
                 continue
-            for slot in slots:
-                if slot.sealed and not _is_whole(slot):
-                    log.warning(f"{slot.path} is not as long as its head says: taken for empty")
-                    slot.empty()
             self._seats[labels[0].node_id, labels[0].seat] = slots
 
     def _check(self, label: Label) -> None:
@@ -157,7 +147,7 @@ class Guests:
     def _slots(self, seat: Seat) -> list[Slot[Label]]:
         if seat not in self._seats:
             directory = self.root / directory_name(seat[0]) / f"seat-{seat[1]}"
-            self._seats[seat] = [Slot(directory, number, Head[Label]) for number in range(SLOTS)]
+            self._seats[seat] = open_slots(directory, Head[Label])
         return self._seats[seat]
 
     def _allocate(self, slot: Slot[Label], size_bytes: int) -> None:
@@ -177,12 +167,6 @@ class Guests:
                 self.drop(node_id)
             return bool(strangers)
 
-    def _holding(self, node_id: str, seat: int, age: tuple[int, int]) -> Slot[Label]:
-        for slot in self._seats.get((node_id, seat), []):
-            if slot.sealed and slot.sealed.age == age:
-                return slot
-        raise ReplicaError(f"step {age[1]} of view {age[0]} of {node_id}, seat {seat}, is not here")
-
 
 class Incoming:
     """An image on its way into a slot (bulk.Sink)."""
@@ -196,6 +180,11 @@ class Incoming:
     @property
     def size_bytes(self) -> int:
         return self._label.size_bytes
+
+    @property
+    def content(self) -> memoryview:
+        """All of it."""
+        return self._bytes
 
     def buffer(self, index: int) -> memoryview:
         """The place itself."""
@@ -217,18 +206,10 @@ class Incoming:
             return
         self._is_over = True
         self._bytes.release()
-        _close(self._mapped)
+        close(self._mapped)
         with self._lock:
             if self._slot.writer is self._writer:
                 self._slot.writer = None
-
-
-def _oldest(slots: list[Slot[Label]]) -> Slot[Label]:
-    """The one to overwrite: what is not sealed first, then the older."""
-    oldest = min(slots, key=lambda slot: (not slot.writer, slot.sealed.age if slot.sealed else (-1, -1)))
-    if oldest.pins:
-        raise ReplicaError("the older image is being read")
-    return oldest
 
 
 def _same(label: Label, known: Label) -> bool:
@@ -237,17 +218,6 @@ def _same(label: Label, known: Label) -> bool:
     if label.checksums and label.checksums != known.checksums:
         return False
     return msgspec.structs.replace(label, checksums=b"") == msgspec.structs.replace(known, checksums=b"")
-
-
-def _is_whole(slot: Slot[Label]) -> bool:
-    return bool(slot.sealed and slot.path.exists() and slot.path.stat().st_size == slot.sealed.size_bytes)
-
-
-def _close(mapped: mmap.mmap) -> None:
-    try:
-        mapped.close()
-    except BufferError:
-        pass  # somebody has kept a view: it closes with the last one
 
 
 def directory_name(node_id: str) -> str:

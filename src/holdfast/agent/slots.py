@@ -17,10 +17,13 @@ import mmap
 import os
 import struct
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 import msgspec
+import structlog
 from crc32c import crc32c
 
 from holdfast.errors import ReplicaError
@@ -30,11 +33,24 @@ RESERVE_BYTES = 64 * 2**20
 """Of the file system: what others on this machine need (data loaders, progress pages) is small, but must be had."""
 HEAD_BYTES_MAX = 16 * 2**20
 
+log = structlog.get_logger("agent")
+
 _HEAD = struct.Struct("!8sII")
 _MAGIC = b"HFSLOT1\n"
 
 State = Literal["writing", "sealed"]
-LabelT = TypeVar("LabelT")
+
+
+class Aged(Protocol):
+    """What is in a slot: later is larger."""
+
+    @property
+    def age(self) -> tuple[int, int]: ...
+    @property
+    def size_bytes(self) -> int: ...
+
+
+LabelT = TypeVar("LabelT", bound=Aged)
 
 
 class Head(msgspec.Struct, Generic[LabelT], frozen=True):
@@ -114,6 +130,50 @@ class Slot(Generic[LabelT]):
             return self._decoder.decode(body)
         except (OSError, struct.error, msgspec.MsgspecError):
             return None
+
+
+def open_slots(directory: Path, kind: type[Head[LabelT]]) -> list[Slot[LabelT]]:
+    """The two of a directory, as they were left."""
+    slots = [Slot(directory, number, kind) for number in range(SLOTS)]
+    for slot in slots:
+        if slot.sealed and not (slot.path.exists() and slot.path.stat().st_size == slot.sealed.size_bytes):
+            log.warning(f"{slot.path} is not as long as its head says: taken for empty")
+            slot.empty()
+    return slots
+
+
+def oldest(slots: list[Slot[LabelT]]) -> Slot[LabelT]:
+    """The one to overwrite: what is being written first, then what is not sealed, then the older."""
+    found = min(slots, key=lambda slot: (not slot.writer, slot.sealed.age if slot.sealed else (-1, -1)))
+    if found.pins:
+        raise ReplicaError("the older image is being read")
+    return found
+
+
+@contextmanager
+def reading(slots: list[Slot[LabelT]], age: tuple[int, int], lock: threading.RLock) -> Iterator[memoryview]:
+    """The bytes of what is of this age; they stay as they are meanwhile."""
+    with lock:
+        slot = next((slot for slot in slots if slot.sealed and slot.sealed.age == age), None)
+        if slot is None:
+            raise ReplicaError(f"step {age[1]} of view {age[0]} is not here")
+        slot.pins += 1
+        mapped = slot.map(writable=False)
+    try:
+        with memoryview(mapped) as content:
+            yield content
+    finally:
+        close(mapped)
+        with lock:
+            slot.pins -= 1
+
+
+def close(mapped: mmap.mmap) -> None:
+    """Now, or with the last view that somebody has kept."""
+    try:
+        mapped.close()
+    except BufferError:
+        pass
 
 
 def free_bytes(directory: Path) -> int:
