@@ -2,7 +2,8 @@
 
 Who is whose partner is the master's decision, and comes with each order to serve (core/placement.py). Files:
 
-    <memory_dir>/<job>/<node>/guests/...      see guests.py
+    <memory_dir>/<job>/<node>/guests/...      other nodes' images, see guests.py
+    <memory_dir>/<job>/<node>/parity/...      of groups that keep parity instead, see parity_store.py
 
 They stay when the agent is killed, so that its next life finds them; they go when the job is over for this node.
 """
@@ -10,18 +11,25 @@ They stay when the agent is killed, so that its next life finds them; they go wh
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 from holdfast.agent.bulk import BulkServer, Sink
 from holdfast.agent.config import AgentConfig
 from holdfast.agent.guests import Guests, Held, directory_name
+from holdfast.agent.parity_rounds import ParityRounds
+from holdfast.agent.parity_store import ParityLabel, ParityStore
+from holdfast.agent.rebuilding import rebuild_lost
 from holdfast.agent.replicator import Image, Images, Replicator, Safe
-from holdfast.core.orders import Serve
+from holdfast.core.orders import Peer, Serve
 from holdfast.core.placement import lives_elsewhere
 from holdfast.errors import ReplicaError
 from holdfast.wire.bulk import Contribute, Kept, Label, Read
+
+GROUPS_KNOWN_MAX = 8
+"""Parity groups this node was in lately: of what is lost, the parity is with the group before."""
 
 
 class NoImages:
@@ -53,6 +61,13 @@ class Replication:
         self._config, self._images = config, images
         self._server: BulkServer | None = None
         self._guests: Guests | None = None
+        self._store: ParityStore | None = None
+        self._rounds: ParityRounds | None = None
+        self._changing = asyncio.Lock()
+        self._changes: set[asyncio.Task[None]] = set()
+        self._pins: dict[int, ExitStack] = {}
+        """Images of parity rounds that are over, while the next ones are made."""
+        self._groups: deque[tuple[Peer, ...]] = deque(maxlen=GROUPS_KNOWN_MAX)
         self.replicator = Replicator(
             config.node_id, images, token=config.token, tls=config.tls, on_safe=on_safe
         )
@@ -82,18 +97,37 @@ class Replication:
             self._guests = Guests(node_dir(self._config, order.job_id) / "guests")
         self._guests.promise({peer.node_id: peer.workers for peer in order.guests})
         self.replicator.follow(() if _is_elsewhere(order) else order.partners)
+        self._join_group(order.job_id, () if _is_elsewhere(order) else order.parity)
 
     def hold(self) -> None:
         """No part in the job for now. What is here of others stays: it may be needed."""
         self.replicator.follow(())
+        self._join_group("", ())
         if self._guests:
             self._guests.promise({})
+
+    async def rebuild(self, lost: str, seat: int) -> Held:
+        """The newest image of a lost node's seat, made again from the parity of the group that it was in with us: held
+        here from then on. ReplicaError if it cannot be had."""
+        group = next((g for g in reversed(self._groups) if any(peer.node_id == lost for peer in g)), ())
+        survivors = [peer for peer in group if peer.node_id != lost]
+        return await asyncio.to_thread(
+            rebuild_lost, lost, seat, survivors, self._open(), token=self._config.token, tls=self._config.tls
+        )
 
     async def close(self) -> None:
         """No more is sent or taken in, and nothing of it stays."""
         await self.replicator.close()
+        if self._store:
+            self._store.join({})  # frees who waits for others
         if self._server:
             await asyncio.to_thread(self._server.close)
+        self._change(())
+        await asyncio.gather(*self._changes)
+        for pins in self._pins.values():
+            pins.close()
+        if self._store:
+            self._store.clear()
         if self._guests:
             self._guests.clear()
             _remove_empty(self._guests.root.parent, Path(self._config.memory_dir))
@@ -104,18 +138,98 @@ class Replication:
         return self._open().offer(label)
 
     def contribute(self, piece: Contribute) -> Sink | None:
-        raise ReplicaError("this node keeps no parity")
+        return self._open_store().contribute(piece)
 
     def inventory(self) -> tuple[Kept, ...]:
-        return tuple(Kept(kind="guest", label=held.label) for held in self.held)
+        guests = [Kept(kind="guest", label=held.label) for held in self.held]
+        parity = [_kept(self._config.node_id, label) for label in self._store.inventory()] if self._store else []
+        return (*guests, *parity)
 
     def reading(self, wanted: Read) -> AbstractContextManager[memoryview]:
-        return self._open().reading(wanted.node_id, wanted.seat, wanted.view, wanted.step)
+        match wanted.kind:
+            case "guest":
+                return self._open().reading(wanted.node_id, wanted.seat, wanted.view, wanted.step)
+            case "parity":
+                return self._open_store().reading(wanted.seat, wanted.view, wanted.step)
+            case "own":
+                return _reading_own(self._images, wanted)
+
+    # --- parity
+
+    def _join_group(self, job_id: str, group: tuple[Peer, ...]) -> None:
+        if group and self._store is None:
+            loop = asyncio.get_running_loop()
+            self._store = ParityStore(
+                node_dir(self._config, job_id) / "parity",
+                self._config.node_id,
+                lambda: loop.call_soon_threadsafe(self._nudge),
+            )
+        if self._store:
+            self._store.join({peer.node_id: peer.workers for peer in group})
+        if group and (not self._groups or self._groups[-1] != group):
+            self._groups.append(group)
+        self._change(group)
+
+    def _change(self, group: tuple[Peer, ...]) -> None:
+        task = asyncio.create_task(self._change_rounds(group))
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+
+    async def _change_rounds(self, group: tuple[Peer, ...]) -> None:
+        """Whoever stays with the same others goes on undisturbed."""
+        async with self._changing:
+            if (self._rounds.group if self._rounds else ()) == group:
+                return
+            if self._rounds:
+                self._pins |= await self._rounds.close()
+                self._rounds = None
+            if group and self._store:
+                config = self._config
+                self._rounds = ParityRounds(
+                    config.node_id, group, self._images, self._store, self._pins, token=config.token, tls=config.tls
+                )
+
+    def _nudge(self) -> None:
+        if self._rounds:
+            self._rounds.nudge()
+
+    def parity_sealed(self) -> dict[int, tuple[int, int] | None]:
+        """By seat: (view, step) of the newest round that is sealed on the whole group."""
+        return {number: seat.sealed for number, seat in enumerate(self._rounds.seats)} if self._rounds else {}
+
+    def _open_store(self) -> ParityStore:
+        if self._store is None:
+            raise ReplicaError("this node keeps no parity")
+        return self._store
 
     def _open(self) -> Guests:
         if self._guests is None:
             raise ReplicaError("this node has not been told yet for whom it holds anything")
         return self._guests
+
+
+def _kept(node_id: str, label: ParityLabel) -> Kept:
+    """As others ask for it."""
+    shown = Label(
+        node_id=node_id,
+        seat=label.seat,
+        part=0,
+        shards=0,
+        shares=0,
+        view=label.view,
+        step=label.step,
+        size_bytes=label.size_bytes,
+    )
+    return Kept(kind="parity", label=shown, group=label.group, members=label.members)
+
+
+@contextmanager
+def _reading_own(images: Images, wanted: Read) -> Iterator[memoryview]:
+    image = images.at(wanted.seat, wanted.view, wanted.step)
+    with image.pinned() if image else nullcontext() as content:
+        if content is None:
+            raise ReplicaError(f"step {wanted.step} of view {wanted.view} is not here")
+        yield content
 
 
 def node_dir(config: AgentConfig, job_id: str) -> Path:
