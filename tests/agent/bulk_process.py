@@ -5,8 +5,11 @@ Both say on stdout how far they are. The server waits for a line on stdin after 
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from agent.bulks import bulk_client, bulk_server, label
@@ -32,6 +35,47 @@ def send(port: str, file: str, step: str) -> None:
     with bulk_client(int(port)) as client:
         client.put(label(int(step), image), memoryview(image))
     print("sent", flush=True)
+
+
+# --- for the tests that start them
+
+
+@contextlib.contextmanager
+def started(program: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
+    """It is gone afterwards."""
+    process = subprocess.Popen(
+        [sys.executable, str(program), *words],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+
+
+def word(process: subprocess.Popen[str], wanted: str) -> str:
+    """Until it says this; what it says of it."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        first, _, rest = line.strip().partition(" ")
+        if first == wanted:
+            return rest
+    raise AssertionError(f"it ended before it said {wanted}")
+
+
+def tell(process: subprocess.Popen[str], *lines: str) -> None:
+    """On its stdin."""
+    assert process.stdin is not None
+    process.stdin.write("".join(f"{line}\n" for line in lines))
+    process.stdin.flush()
 
 
 if __name__ == "__main__":
