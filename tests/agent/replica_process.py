@@ -39,7 +39,7 @@ def hold(root: str, address: str = "127.0.0.1") -> None:
 
 
 async def send(directory: str, view: str) -> None:
-    bulk.STALL_S = 1.0
+    bulk.STALL_S = bulk.HANDSHAKE_S = 1.0
     images = FileImages(Path(directory))
     replicator = Replicator(
         "a", images, token=TOKEN, tls=None, on_safe=lambda _, __, ___, step: print("safe", step, flush=True)

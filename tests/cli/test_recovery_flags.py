@@ -12,7 +12,7 @@ from e2e.jobs import SPAWN, STEPS, Place
 from holdfast.cli.capabilities import capabilities, check_checkpoint_dir, checkpoint_dir
 from holdfast.cli.run_flags import RunOptions, master_endpoint, parse_run
 from holdfast.core.ladder import LADDER, Strategy
-from holdfast.core.records import JobCreated
+from holdfast.core.records import JobCreated, NodeJoined
 from holdfast.errors import UsageError
 
 HOME = {"HOME": "/home/ada"}
@@ -219,12 +219,14 @@ def test_the_line_says_that_a_dump_is_impossible(unwritable: str) -> None:
 def test_the_flags_reach_the_settings_of_the_job(tmp_path: Path) -> None:
     job = Place(tmp_path)
     flags = ("--recovery", "dump,recover", "--spares", "1", "--replicas", "2", "--hang-timeout", "0")
-    agent = job.start("--standalone", *flags, *SPAWN, STEPS)
+    agent = job.start("--standalone", *flags, "--failure-domain", "rack-7", *SPAWN, STEPS)
     job.finish()
     assert agent.wait() == 0
     settings = job.journal.of(JobCreated)[0].settings
     assert settings.recovery == (Strategy.RECOVER, Strategy.DUMP, Strategy.EXIT)
     assert (settings.spares, settings.spare_nodes, settings.replicas) == (1, 0, 2)
+    info = job.journal.of(NodeJoined)[0].info
+    assert info.domain == "rack-7" and info.bulk_port > 0
     assert "recovery: recover (1 spare per node" in agent.stderr
 
 
