@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
+import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from agent.bulks import TOKEN, noise
 from agent.crews import agent_config, serve
 from agent.images import FileImages
-from holdfast.agent import parity_store
+from holdfast.agent import blocks, parity_store
 from holdfast.agent.blocks import checksums_of
+from holdfast.agent.parity import piece
 from holdfast.agent.parity_store import ParityStore
 from holdfast.agent.replication import Replication
 from holdfast.core.orders import Peer
@@ -116,6 +121,20 @@ def test_rounds_go_on_and_free_what_they_no_longer_need(tmp_path: Path) -> None:
             newest = made.own["a"].newest(0)
             assert newest is not None and newest.pins == 1
             assert (await made.nodes["c"].rebuild("a", 0)).path.read_bytes() == images["a"]
+
+    run(test)
+
+
+def test_images_may_grow_and_shrink_from_round_to_round(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with group(tmp_path, "abc") as made:
+            for step, sizes in enumerate([(9, 5, 3), (1, 2, 3), (20, 1, 9), (3, 30, 3), (4, 4, 4)], 1):
+                images = {n: noise(size * 100_000 + 7) for n, size in zip("abc", sizes, strict=True)}
+                for name, content in images.items():
+                    made.own[name].seal(step, content)
+                await made.sealed("abc", step)
+                for lost, asker in ("ab", "bc", "ca"):
+                    assert (await made.nodes[asker].rebuild(lost, 0)).path.read_bytes() == images[lost]
 
     run(test)
 
@@ -245,3 +264,41 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, offered: Contribute, sente
     with pytest.raises(ReplicaError, match=sentence):
         store(tmp_path).contribute(offered)
     assert not list(tmp_path.iterdir())
+
+
+@given(st.lists(st.tuples(st.integers(1, 40_000), st.integers(1, 40_000)), min_size=3, max_size=5), st.randoms())
+@settings(deadline=None, max_examples=60)
+def test_pieces_of_any_size_in_any_order_make_parity(sizes: list[tuple[int, int]], chance: random.Random) -> None:
+    with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
+        for module in (blocks, parity_store):
+            patch.setattr(module, "BLOCK_BYTES", 1_000)
+        patch.setattr(parity_store, "SEAL_WAIT_S", 0.0)
+        kept = store(Path(directory))
+        for step, both in enumerate(sizes, 1):
+            named = list(zip("ab", both, strict=True))
+            pieces = {name: noise(size)[piece(size, 3, "abc".index(name), 2)] for name, size in named}
+            sinks = {}
+            for name, size in named:
+                described = Label(
+                    node_id=name, seat=0, part=0, shards=1, shares=1, view=1, step=step,
+                    size_bytes=size, checksums=bytes(4 * blocks.block_count(size)),
+                )  # fmt: skip
+                sinks[name] = kept.contribute(
+                    Contribute(label=described, group=("a", "b", "c"), size_bytes=len(pieces[name]))
+                )
+            order = [(name, index) for name in "ab" for index in range(blocks.block_count(len(pieces[name])))]
+            chance.shuffle(order)
+            for name, index in order:
+                sink = sinks[name]
+                assert sink is not None
+                sink.buffer(index)[:] = pieces[name][blocks.span(index, len(pieces[name]))]
+                sink.take(index)
+            for sink in sinks.values():
+                assert sink is not None
+                with contextlib.suppress(ReplicaError):
+                    sink.seal(b"")
+            with kept.reading(0, 1, step) as found:
+                longest = max(map(len, pieces.values()), default=0)
+                padded = [one + bytes(longest - len(one)) for one in pieces.values()]
+                assert bytes(found)[:longest] == bytes(x ^ y for x, y in zip(*padded, strict=True))
+                assert len(found) == max(longest, 1)

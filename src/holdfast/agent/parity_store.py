@@ -171,11 +171,12 @@ class _Round:
         self.seat, self.age = first.seat, first.age
         self.labels: dict[str, Label] = {}
         self._mixed: dict[str, set[int]] = {}
+        self._begun: set[int] = set()
+        """Blocks that something is in; in the others there may be bytes of a step before: warm memory is used again."""
         self._complete: set[str] = set()
         self._mapped: mmap.mmap | None = None
         self.over = threading.Event()
         self.failure = ""
-        slot.empty()  # fresh memory, all zeros; and whoever still writes into the old one harms nobody
         slot.writer = self
         slot.say("writing", self._label(1))
 
@@ -200,10 +201,17 @@ class _Round:
             self._check_alive()
             assert self._mapped is not None
             if index not in self._mixed[node_id]:
-                start = index * BLOCK_BYTES
-                with memoryview(self._mapped) as there:
-                    xor_into(there[start : start + len(block)], block)
+                with memoryview(self._mapped) as all_of_it:
+                    self._mix_in(all_of_it[span(index, len(self._mapped))], index, block)
                 self._mixed[node_id].add(index)
+
+    def _mix_in(self, there: memoryview, index: int, block: memoryview) -> None:
+        if index in self._begun:
+            xor_into(there, block)
+        else:
+            there[: len(block)] = block
+            there[len(block) :] = bytes(len(there) - len(block))
+            self._begun.add(index)
 
     def complete(self, node_id: str) -> None:
         """All of a contributor's blocks are in. Returns when all of all are."""
@@ -222,7 +230,6 @@ class _Round:
             if not self.over.is_set():
                 self.failure = why
                 self._end()
-                self._slot.empty()
 
     def _seal(self) -> None:
         assert self._mapped is not None

@@ -127,9 +127,9 @@ class Replication:
         for pins in self._pins.values():
             pins.close()
         if self._store:
-            self._store.clear()
+            await asyncio.to_thread(self._store.clear)
         if self._guests:
-            self._guests.clear()
+            await asyncio.to_thread(self._guests.clear)  # giving back a lot of memory takes a while
             _remove_empty(self._guests.root.parent, Path(self._config.memory_dir))
 
     # --- what the bulk port asks of us (bulk.Keeper), from its threads
