@@ -6,6 +6,7 @@ Both say on stdout how far they are. The server waits for a line on stdin after 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -49,6 +50,7 @@ def started(program: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
     )
     try:
         yield process

@@ -12,7 +12,7 @@ way) are looked through every time.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import torch
@@ -55,7 +55,8 @@ class _Known:
         if any(len(container) != size for container, size in self.sizes):
             return False
         return all(
-            place.holder.get(place.key) is place.thing and (place.look is None or _look(place.thing) == place.look)
+            place.holder.get(place.key) is place.thing
+            and (not place.look or _look(cast(torch.Tensor, place.thing)) == place.look)
             for place in self.places
         )
 
