@@ -111,7 +111,8 @@ class Persister:
         key = Key(message.url or self._url, kept.record.view, kept.record.step)
         if not (trouble := await self._in_thread(self._write, key, kept, message)):
             if key not in self._publishing:
-                self._publishing[key] = asyncio.create_task(self._until_published(key, UNPUBLISHED_MAX_S))
+                waiting = self._until_published(key, UNPUBLISHED_MAX_S, message.keep)
+                self._publishing[key] = asyncio.create_task(waiting)
             trouble = await self._publishing[key]
             self._publishing.pop(key, None)
         tell(trouble)
@@ -162,7 +163,7 @@ class Persister:
 
     # --- all of them
 
-    async def _until_published(self, key: Key, patience_s: float) -> str:
+    async def _until_published(self, key: Key, patience_s: float, keep: str = "") -> str:
         """Why it is not, or nothing. Looks again now and then, as other nodes' parts make no sound."""
         give_up_at, wait_s = time.monotonic() + patience_s, RETRY_S_MIN
         while True:
@@ -173,7 +174,7 @@ class Persister:
                 return str(error)
             if found is not None:
                 self._note(key, found)
-                await self._in_thread(self._prune, key)
+                await self._in_thread(self._prune, key, keep or self._keep)
                 return ""
             is_late = self.newest is not None and self.newest.step > key.step
             if time.monotonic() >= give_up_at or is_late:
@@ -188,9 +189,9 @@ class Persister:
             self.newest = found
             self._published(found.step, found.url)
 
-    def _prune(self, key: Key) -> None:
+    def _prune(self, key: Key, keep: str) -> None:
         try:
-            pruned = Catalogue(self._store(key.url)).prune(parse_policy(self._keep), trusted=[key.step])
+            pruned = Catalogue(self._store(key.url)).prune(parse_policy(keep), trusted=[key.step])
         except (HoldfastError, OSError) as error:
             log.warning(f"old checkpoints stay: {error}")
         else:
