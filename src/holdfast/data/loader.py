@@ -25,8 +25,9 @@ from itertools import chain
 from typing import Any, Protocol
 
 from holdfast.data.cursor import Cursor, own_place, size_of
+from holdfast.data.fetching import Collate, Feed, Transform
 from holdfast.data.order import Locality
-from holdfast.data.pipeline import Collate, Feed, Pipeline, Transform, Units
+from holdfast.data.pipeline import Pipeline, Units
 from holdfast.data.plan import LastBatch, make_plan
 from holdfast.data.slots import slots_of
 from holdfast.errors import UsageError
@@ -152,13 +153,11 @@ class Loader(Cursor):
         return slots_of(self.rank, self.world_size, self.plan.slots, self.weights)
 
     def _batches(self, step: int, units: Units) -> Iterator[Any]:
-        """Units without samples are passed over, but a rank with no other gets the first of them, as a ghost."""
-        counts = [len(self.plan.slot_share(step, unit)) for unit in units]
-        filled = [unit for unit, count in enumerate(counts) if count] or [0]
-        for unit in range(len(units)):
-            batch = self._pipeline.take(step, unit, units)
-            if unit in filled:
-                self._loss_scale = self.scale_of(step, self.plan.slot_share(step, units[unit]))
-                self._is_last = unit == filled[-1]
-                self._slot = units[unit].start
-                yield batch
+        """Units without samples are passed over, but a rank with no other gets a ghost: one sample, with scale 0."""
+        parts = self._pipeline.parts(step, units)
+        for index, (unit, key) in enumerate(parts):
+            batch = self._pipeline.take(step, index, units, key)
+            self._loss_scale = self.scale_of(step, self.plan.slot_share(step, unit))
+            self._is_last = index == len(parts) - 1
+            self._slot = unit.start
+            yield batch
