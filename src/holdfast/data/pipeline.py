@@ -85,6 +85,8 @@ class Pipeline:
         """The batch of a part of a step: the one with this key. The cheapest is the one after the last."""
         if step != self._step:
             self._step, self._kept = step, {}
+        elif index == 0:  # repeated: perhaps because a worker died
+            self._end_if_broken()
         if (again := self._again(key)) is not None:
             return again
         self._expect(step, index, units, key)
@@ -110,6 +112,11 @@ class Pipeline:
         self._loader._iterator = None
         if shutdown:
             shutdown()
+
+    def _end_if_broken(self) -> None:
+        """torch would wait for the answers of a dead worker for seconds."""
+        if not all(worker.is_alive() for worker in getattr(self._loader._iterator, "_workers", ())):
+            self.close()
 
     # --- what was handed out before
 
