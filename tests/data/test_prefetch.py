@@ -134,6 +134,21 @@ def test_a_step_that_broke_and_goes_on_in_a_smaller_world_keeps_what_was_handed_
     assert max(dataset.reads().values()) == 1
 
 
+def test_places_that_change_one_after_the_other_in_the_middle_of_a_step_keep_all_that_came(dataset):
+    """Slots 3 to 5, then from 2 on, of which some are handed out and some came early, then from 1 on."""
+    loader = make(dataset, rank=1, world_size=4)
+    trained(loader)
+    for first in (2, 1):
+        loader.set_place(1, 2, weights=[first, SLOTS - first])
+        batches = loader.step_batches()
+        for _ in range(2):
+            next(batches)
+    for step in (1, 2):
+        assert flat(trained(loader)) == wanted(loader, step)
+    loader.close()
+    assert max(dataset.reads().values()) == 1
+
+
 @pytest.mark.parametrize("change", ["in_place", "gradient", "view"])
 def test_a_batch_that_was_changed_is_fetched_anew(dataset, change):
     loader = make(dataset, world_size=2, slots=None, collate_fn=lambda items: {"x": torch.stack(items).float()})
@@ -170,7 +185,7 @@ def test_what_is_kept_is_bounded(dataset):
     for step in range(30, 0, -1):
         loader.load_state_dict(loader.plan.state(step))
         next(iter(loader.step_batches()))
-        assert len(loader._pipeline._early) <= AHEAD and len(loader._pipeline._in_flight) <= AHEAD
+        assert len(loader._pipeline._early) <= 4 * AHEAD and len(loader._pipeline._in_flight) <= AHEAD
     loader.load_state_dict(state)
     assert flat(trained(loader)) == wanted(loader, 0)
     loader.close()

@@ -50,6 +50,13 @@ class Answer(NamedTuple):
         return self.first, self.end
 
 
+def read_many(dataset: Any, samples: list[int]) -> list[Any]:
+    """All at once where the dataset offers it, else one after the other."""
+    if getattr(dataset, "__getitems__", None):
+        return list(dataset.__getitems__(samples))
+    return [dataset[sample] for sample in samples]
+
+
 class Feed(Dataset[Any]):
     """The dataset as the workers see it."""
 
@@ -80,26 +87,22 @@ class Feed(Dataset[Any]):
         return Answer(*request.key, *witness(request.samples), self.collate(items))
 
     def _items(self, epoch: int, samples: list[int]) -> list[Any]:
-        items = self._read_at_once(samples)
         if not self.seed_samples:
-            items = [self.dataset[sample] for sample in samples] if items is None else items
+            items = read_many(self.dataset, samples)
             return [self.transform(item) for item in items] if self.transform else items
-        if items is None:
+        at_once = self._read_at_once(samples) if self._reads_many else None
+        if at_once is None:
             return [self._seeded(epoch, sample) for sample in samples]
         if self.transform is None:
-            return items
-        return [self._transformed(epoch, sample, item) for sample, item in zip(samples, items, strict=True)]
+            return at_once
+        return [self._transformed(epoch, sample, item) for sample, item in zip(samples, at_once, strict=True)]
 
     def _read_at_once(self, samples: list[int]) -> list[Any] | None:
-        """Unless the dataset cannot, or random numbers were drawn."""
-        if not self._reads_many:
-            return None
-        before = generator_states() if self.seed_samples else None
-        items = list(self.dataset.__getitems__(samples))
-        if before is None or generator_states() == before:
-            return items
-        self._reads_many = False
-        return None
+        """None if random numbers were drawn."""
+        before = generator_states()
+        items = read_many(self.dataset, samples)
+        self._reads_many = generator_states() == before
+        return items if self._reads_many else None
 
     def _transformed(self, epoch: int, sample: int, item: Any) -> Any:
         assert self.transform is not None

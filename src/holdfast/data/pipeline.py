@@ -31,6 +31,8 @@ from holdfast.data.skips import Skips
 
 BLOCK_SAMPLES = 16_384
 """How many samples' numbers are computed at a time."""
+CHANGES_KEPT_MAX = 4
+"""Each change of the list may leave as many answers waiting as are in flight. Of more, the last ones are let go."""
 
 Units = tuple[range, ...]
 """Contiguous runs of slots, each of which becomes one batch of a step."""
@@ -72,7 +74,7 @@ class Pipeline:
             generator=torch.Generator(),
             **options,
         )
-        self._early_max = num_workers * (self._loader.prefetch_factor or 0)
+        self._early_max = CHANGES_KEPT_MAX * num_workers * (self._loader.prefetch_factor or 0)
 
     def parts(self, step: int, units: Units) -> list[Part]:
         """The batches of a step: of the units that have samples, or one ghost."""
