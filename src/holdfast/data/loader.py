@@ -26,10 +26,10 @@ from typing import Any, Protocol
 
 from holdfast.data.cursor import Cursor, own_place, size_of
 from holdfast.data.fetching import Collate, Feed, Transform
+from holdfast.data.handing import Handed, Handing
 from holdfast.data.order import Locality
 from holdfast.data.pipeline import Pipeline, Units
 from holdfast.data.plan import LastBatch, make_plan
-from holdfast.data.slots import slots_of
 from holdfast.errors import UsageError
 
 OURS = ("batch_size", "batch_sampler", "sampler", "shuffle", "drop_last", "generator")
@@ -45,7 +45,7 @@ class Watcher(Protocol):
         """A batch, by its witness."""
 
 
-class Loader(Cursor):
+class Loader(Handing, Cursor):
     """This rank's batches of a map-style dataset."""
 
     def __init__(
@@ -87,39 +87,17 @@ class Loader(Cursor):
             locality=locality,
             fingerprint=fingerprint,
         )
-        super().__init__(plan, rank, world_size, weights)
+        Cursor.__init__(self, plan, rank, world_size, weights)
+        Handing.__init__(self, plan.slots, is_cut=slots is not None)
         feed = Feed(dataset, seed, collate_fn, transform, seed_samples)
         self._pipeline = Pipeline(plan, self.skips, feed, num_workers, options)
-        self._is_cut = slots is not None
-        self._loss_scale, self._is_last, self._slot = 1.0, True, 0
         self.watcher: Watcher | None = None
         """Who is told what `step_batches` hands out."""
-
-    @property
-    def loss_scale(self) -> float:
-        """What to multiply the mean loss of the batch handed out last with."""
-        return self._loss_scale
-
-    @property
-    def is_last_of_step(self) -> bool:
-        """Whether the batch handed out last was this rank's last of the step: the one whose backward synchronises."""
-        return self._is_last
-
-    @property
-    def slot(self) -> int:
-        """The slot of the batch handed out last; the first one, where it has several."""
-        return self._slot
 
     @property
     def has_slots(self) -> bool:
         """Whether `step_batches` gives a batch for each slot."""
         return self._is_cut
-
-    def set_place(self, rank: int, world_size: int, weights: Sequence[float] | None = None) -> None:
-        """Another view: from the next batch on, this rank has other slots."""
-        self.plan.share(0, rank, world_size, weights)
-        self.rank, self.world_size = rank, world_size
-        self.weights = None if weights is None else tuple(weights)
 
     def __iter__(self) -> Iterator[Any]:
         """The rest of the epoch, one batch a step: all slots of this rank together."""
@@ -136,12 +114,10 @@ class Loader(Cursor):
         """
         step = self._step if step is None else step
         self._drawn = max(self._drawn, step + 1)
-        slots = self._slots()
-        units = tuple(range(slot, slot + 1) for slot in slots) if self._is_cut else (slots,)
         if self.watcher is not None:
             self.watcher.begin(step)
-        for batch in self._batches(step, units or (range(0),)):
-            if self.watcher is not None and self._loss_scale:  # a ghost is another rank's
+        for batch in self._batches(step, self._units()):
+            if self.watcher is not None and self.loss_scale:  # a ghost is another rank's
                 self.watcher.add(*self._pipeline.handed)
             yield batch
 
@@ -149,15 +125,11 @@ class Loader(Cursor):
         """End the workers now, not when the loader is forgotten."""
         self._pipeline.close()
 
-    def _slots(self) -> range:
-        return slots_of(self.rank, self.world_size, self.plan.slots, self.weights)
-
     def _batches(self, step: int, units: Units) -> Iterator[Any]:
         """Units without samples are passed over, but a rank with no other gets a ghost: one sample, with scale 0."""
         parts = self._pipeline.parts(step, units)
         for index, (unit, key) in enumerate(parts):
             batch = self._pipeline.take(step, index, units, key)
-            self._loss_scale = self.scale_of(step, self.plan.slot_share(step, unit))
-            self._is_last = index == len(parts) - 1
-            self._slot = unit.start
+            scale = self.scale_of(step, self.plan.slot_share(step, unit))
+            self._handed = Handed(scale, index == len(parts) - 1, unit.start)
             yield batch

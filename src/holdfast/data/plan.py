@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from holdfast.data.handing import check_configuration
 from holdfast.data.order import Indices, Locality, Order
 from holdfast.data.slots import slot_positions, slots_of
 from holdfast.errors import UsageError
@@ -146,13 +147,7 @@ class Plan:
         """The step a state stands before; refused, if the state is of another plan."""
         if state.get("version") != STATE_VERSION or not isinstance(state.get("position"), int):
             raise UsageError("this is not a data state of this version of Holdfast")
-        for name, here in self.configuration().items():
-            there = state.get(name)
-            if (list(there) if isinstance(there, tuple) else there) != here:
-                raise UsageError(
-                    f"{_WORDS[name]} is {here!r} here and was {there!r} when the state was saved. The order of samples"
-                    " depends on it: resume with the old value, or start the data anew without loading this state."
-                )
+        check_configuration(self.configuration(), state, _WORDS)
         return self.step_at(state["position"])
 
 
