@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 from holdfast.data.cursor import Cursor, own_place, size_of
 from holdfast.data.fetching import Collate, Feed, Transform
-from holdfast.data.handing import Handed, Handing
+from holdfast.data.handing import Handed, Handing, Weight
 from holdfast.data.order import Locality
 from holdfast.data.pipeline import Pipeline, Units
 from holdfast.data.plan import LastBatch, make_plan
@@ -107,17 +107,21 @@ class Loader(Handing, Cursor):
             self._drawn = max(self._drawn, step + 1)
             yield from self._batches(step, (self._slots(),))
 
-    def step_batches(self, step: int | None = None) -> Iterator[Any]:
+    def step_batches(self, step: int | None = None, *, weight: Weight | None = None) -> Iterator[Any]:
         """This rank's batches of a step (the one being trained on), one for each slot that has samples.
 
-        Without the setting `slots`, one for the whole share.
+        Without the setting `slots`, one for the whole share. `weight` says how much a batch counts, where the mean is
+        over something else than samples: its number of tokens that are not padding, for example.
         """
-        step = self._step if step is None else step
+        batches = self._witnessed(self._step if step is None else step)
+        yield from batches if weight is None else self._weighted(batches, weight)
+
+    def _witnessed(self, step: int) -> Iterator[Any]:
         self._drawn = max(self._drawn, step + 1)
         if self.watcher is not None:
             self.watcher.begin(step)
         for batch in self._batches(step, self._units()):
-            if self.watcher is not None and self.loss_scale:  # a ghost is another rank's
+            if self.watcher is not None and not self.is_ghost:
                 self.watcher.add(*self._pipeline.handed)
             yield batch
 
@@ -127,9 +131,15 @@ class Loader(Handing, Cursor):
 
     def _batches(self, step: int, units: Units) -> Iterator[Any]:
         """Units without samples are passed over, but a rank with no other gets a ghost: one sample, with scale 0."""
-        parts = self._pipeline.parts(step, units)
+        parts, total = self._pipeline.parts(step, units), len(self.plan.span(step))
+        ghosts = self._ghosts(len(parts), lambda slot: bool(self.plan.slot_share(step, range(slot, slot + 1))))
         for index, (unit, key) in enumerate(parts):
             batch = self._pipeline.take(step, index, units, key)
-            scale = self.scale_of(step, self.plan.slot_share(step, unit))
-            self._handed = Handed(scale, index == len(parts) - 1, unit.start)
+            own = self.plan.slot_share(step, unit)
+            is_last = index == len(parts) - 1 and not ghosts
+            self._handed = Handed(self.scale_of(step, own), len(own) / total, is_last, unit.start, not own)
+            yield batch
+        for ghost in range(ghosts):  # its own last batch, which is here
+            batch = self._pipeline.take(step, len(parts) - 1, units, parts[-1].key)
+            self._handed = Handed(0.0, 0.0, ghost == ghosts - 1, parts[-1].unit.start, is_ghost=True)
             yield batch

@@ -16,7 +16,6 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from holdfast.data.handing import check_configuration
 from holdfast.data.order import Indices, Locality, Order
 from holdfast.data.slots import slot_positions, slots_of
 from holdfast.errors import UsageError
@@ -173,3 +172,14 @@ def make_plan(
     """A plan from the settings of a sampler or loader. Without `slots` every sample is a slot of its own."""
     order = Order(size=size, seed=seed, shuffle=shuffle, locality=locality)
     return Plan(order, global_batch_size, slots or global_batch_size, last_batch, fingerprint)
+
+
+def check_configuration(here: dict[str, Any], state: dict[str, Any], words: dict[str, str]) -> None:
+    """Raise UsageError if a state was saved with other settings. `words` say what each is."""
+    for name, value in here.items():
+        saved = state.get(name)
+        if (list(saved) if isinstance(saved, tuple) else saved) != value:
+            raise UsageError(
+                f"{words[name]} is {value!r} here and was {saved!r} when the state was saved. The order of samples"
+                " depends on it: resume with the old value, or start the data anew without loading this state."
+            )

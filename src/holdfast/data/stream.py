@@ -22,7 +22,6 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.utils.data import default_collate
 
 from holdfast.core import leases as core
@@ -31,8 +30,9 @@ from holdfast.data.catalogue import Catalogue, Paths
 from holdfast.data.cursor import own_place
 from holdfast.data.drafts import Agree, Draft, Segment, Settler
 from holdfast.data.formats import Opener
-from holdfast.data.handing import Handed, Handing, check_configuration
+from holdfast.data.handing import Handed, Handing, Weight, over_all_ranks
 from holdfast.data.order import Indices
+from holdfast.data.plan import check_configuration
 from holdfast.data.randomness import kept_generators, sample_key, set_generators
 from holdfast.data.reading import Shelf
 from holdfast.data.slots import loss_scale, slot_positions
@@ -158,15 +158,16 @@ class Stream(Handing):
             if self._draft is draft:
                 raise UsageError("a step was drawn and not committed: call commit() after each optimizer step")
 
-    def step_batches(self) -> Iterator[Any]:
+    def step_batches(self, *, weight: Weight | None = None) -> Iterator[Any]:
         """This rank's batches of the step being trained on, one for each slot that has records.
 
-        Without the setting `slots`, one for the whole share.
+        Without the setting `slots`, one for the whole share. `weight`: as hf.Loader's.
         """
         draft = self._settled()
         if not draft.total:
             raise UsageError(f"the stream is used up after {self._step:,} steps: ask for no more, or for more epochs")
-        yield from self._batches(draft, self._units())
+        batches = self._batches(draft, self._units())
+        yield from batches if weight is None else self._weighted(batches, weight)
 
     def commit(self) -> None:
         """Say that the step was trained on: call it after each `optimizer.step()`, on every rank."""
@@ -265,14 +266,7 @@ class Stream(Handing):
     def _ask_all(self, values: list[int]) -> list[int]:
         if self._asked_of_all is not None:
             return self._asked_of_all(values)
-        if self.world_size == 1:
-            return values
-        if not dist.is_available() or not dist.is_initialized():
-            raise UsageError("the ranks must agree on the records of a step: initialise torch.distributed first")
-        device = torch.accelerator.current_accelerator() if dist.get_backend() == "nccl" else "cpu"
-        tensor = torch.tensor(values, dtype=torch.int64, device=device)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-        return list(map(int, tensor.tolist()))
+        return over_all_ranks(values, torch.int64, self.world_size)
 
     def _mark(self) -> int:
         """A number that differs where ranks do not have the same stream at the same place."""
@@ -285,14 +279,17 @@ class Stream(Handing):
     def _batches(self, draft: Draft, units: Sequence[range]) -> Iterator[Any]:
         """Units without records are passed over, but a rank with no other gets a ghost: one record, with scale 0."""
         filled = [unit for unit in units if any(draft.count(slot) for slot in unit)]
+        ghosts = self._ghosts(len(filled), lambda slot: bool(draft.count(slot))) or int(not filled)
         for unit in filled:
             items = [item for slot in unit for part in draft.segments[slot] for item in self._items(part)]
             scale = loss_scale(len(items), draft.total, self.world_size)
-            self._handed = Handed(scale, unit is filled[-1], unit.start)
+            is_last = unit is filled[-1] and not ghosts
+            self._handed = Handed(scale, len(items) / draft.total, is_last, unit.start)
             self._samples = np.array([number for number, _ in items], dtype=np.int64)
             yield self._collate([item for _, item in items])
-        if not filled:
-            self._handed, self._samples = Handed(0.0, True, self._slots().start), _NOTHING
+        for ghost in range(ghosts):
+            self._samples = _NOTHING
+            self._handed = Handed(0.0, 0.0, ghost == ghosts - 1, self._slots().start, is_ghost=True)
             yield self._collate([self._ghost(draft)])
 
     def _items(self, part: Segment) -> Iterator[tuple[int, Any]]:
