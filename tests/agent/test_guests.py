@@ -201,7 +201,7 @@ def test_a_nodes_id_is_one_name_in_a_directory(tmp_path: Path, node_id: str) -> 
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_a_flipped_bit_in_a_head_is_noticed(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
