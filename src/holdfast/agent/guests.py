@@ -22,7 +22,7 @@ import msgspec
 import structlog
 
 from holdfast.agent.blocks import block_count, span
-from holdfast.agent.slots import Head, Slot, close, oldest, open_slots, reading
+from holdfast.agent.slots import Head, Slot, oldest, open_slots, reading
 from holdfast.errors import ReplicaError
 from holdfast.wire.bulk import Label
 
@@ -173,8 +173,7 @@ class Incoming:
 
     def __init__(self, slot: Slot[Label], label: Label, writer: object, lock: threading.RLock) -> None:
         self._slot, self._label, self._writer, self._lock = slot, label, writer, lock
-        self._mapped = slot.map(writable=True)
-        self._bytes = memoryview(self._mapped)
+        self._bytes = memoryview(slot.writable())
         self._is_over = False
 
     @property
@@ -206,7 +205,6 @@ class Incoming:
             return
         self._is_over = True
         self._bytes.release()
-        close(self._mapped)
         with self._lock:
             if self._slot.writer is self._writer:
                 self._slot.writer = None
