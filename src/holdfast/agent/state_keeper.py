@@ -47,8 +47,8 @@ class StateKeeper:
     def open(self, job_id: str, checkpoint_url: str) -> None:
         """The job has a name."""
         if self.is_on and not self.vault.is_open:
-            clear_orphans(Path(self._config.snapshot_dir))
             self.vault.open(job_id)
+            clear_orphans(Path(self._config.snapshot_dir))  # not before: ours may be what an earlier life has left
         self.persister.open(job_id, checkpoint_url)
 
     def need_room(self, worker: Worker, size_bytes: int) -> None:
@@ -72,8 +72,9 @@ class StateKeeper:
         if self._saying is not None:
             self._saying.cancel()
             self._saying = None
+        self.vault.note_life()
         records = [kept.record for kept in self.vault.kept()]
-        images = tuple(KeptImage(one.step, one.part, one.shards, one.shares) for one in records)
+        images = tuple(KeptImage(one.step, one.part, one.shards, one.shares, one.view) for one in records)
         if images != self._said or (again and images):
             self._said = images
             self._reports.kept(images)
@@ -89,11 +90,10 @@ class StateKeeper:
         elif self.vault.is_open:
             await self.persister.rescue(is_alone)
         found = self.persister.newest
-        if is_success or found is not None or not self.vault.kept():
+        if self.persister.lost < 0:
             self.vault.remove()
         else:
-            step = self.vault.kept()[0].record.step
-            where = self._config.snapshot_dir
+            step, where = self.persister.lost, self._config.snapshot_dir
             log.warning(f"step {step} could not be brought to storage and stays in memory, in {where}")
         return found.url if found is not None else ""
 

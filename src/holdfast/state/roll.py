@@ -55,7 +55,8 @@ class _Known:
         if any(len(container) != size for container, size in self.sizes):
             return False
         for holder, key, thing, look in self.places:
-            if holder.get(key) is not thing or (look is not None and _look(thing) != look):
+            is_there = holder.get(key) is thing
+            if not is_there or (look is not None and _look(thing) != look):
                 return False
         return True
 
