@@ -84,7 +84,7 @@ class Server:
     def wait_until_ready(self) -> None:
         """It takes an object, and has the bucket that the tests use."""
         from holdfast.errors import CheckpointError
-        from holdfast.storage.objects import ObjectStore
+        from holdfast.storage.object_store import ObjectStore
 
         deadline = time.monotonic() + READY_TIMEOUT_S
         while True:

@@ -13,7 +13,7 @@ from threading import Thread
 import pytest
 
 from holdfast.errors import CheckpointError, MissingError, StorageError
-from holdfast.storage import objects
+from holdfast.storage import object_store
 from holdfast.storage.catalogue import Catalogue
 from holdfast.storage.points import SAVE_POINTS, VARIABLE
 from holdfast.storage.retention import LastN
@@ -84,7 +84,7 @@ def test_checkpoints_are_saved_listed_verified_pinned_and_pruned(store: Store) -
     assert store.names("step-2") == {}
     assert set(store.names("step-3")) == {
         "step-3/manifest.json",
-        *(f"step-3/job-1/{file}" for file in ("part-0.safetensors", "part-1.safetensors", ".metadata")),
+        *(f"step-3/job-1/{file}" for file in ("part-0.safetensors", "part-1.safetensors", ".metadata", ".objects")),
     }
     with catalogue.sources(latest) as sources:
         assert sources[1].skeleton == b"\x92\x01\xc0"
@@ -207,7 +207,7 @@ def test_a_store_that_is_away_is_no_store_without_checkpoints(store: Store, monk
 
 def upload_through(trouble: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """A third of the way, trouble begins. What was saved is whole afterwards."""
-    monkeypatch.setattr(objects, "REQUEST_TIMEOUT_S", 3.0)  # so that a server that hangs is asked again soon
+    monkeypatch.setattr(object_store, "REQUEST_TIMEOUT_S", 3.0)  # so that a server that hangs is asked again soon
     store = open_store(f"s3://checkpoints/{secrets.token_hex(4)}", patience_s=60.0)
     content = image(1, 60_000_000)
     begun: list[int] = []

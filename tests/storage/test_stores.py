@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.errors import MissingError, UsageError
 from holdfast.storage.directory import DirectoryStore
-from holdfast.storage.objects import ObjectStore, chunk_bytes
+from holdfast.storage.object_store import ObjectStore, chunk_bytes
 from holdfast.storage.stores import BLOCK_BYTES, is_remote, open_store
 from storage.contracts import check_store
 

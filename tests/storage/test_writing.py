@@ -20,7 +20,7 @@ from storage.saves import BLOCK, about, flip, image, save, saved, visible
 def test_a_checkpoint_has_its_parts_what_stock_readers_want_and_a_manifest(tmp_path: Path) -> None:
     found = save(open_store(str(tmp_path)), 7, metrics=finite({"loss": 0.5, "odd": float("nan")}), notes={"data": 3})
     assert {path.name for path in (tmp_path / "step-7").iterdir()} == {
-        *("part-0.safetensors", "part-1.safetensors", ".metadata", "manifest.json"),
+        *("part-0.safetensors", "part-1.safetensors", ".metadata", ".objects", "manifest.json"),
     }
     assert (found.step, found.about.shards, found.about.notes) == (7, 2, {"data": 3})
     assert found.about.metrics == {"loss": 0.5, "odd": None}

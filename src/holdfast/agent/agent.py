@@ -128,6 +128,7 @@ class Agent:
             self._state,
         )
         self._lines = LineServer(self._crew)
+        self._replication = self._state.replicate()
         self._hangs = HangWatch(lambda: self._crew.seated, self._reports, config.hang_timeout_s)
 
     # --- what the link asks of us
@@ -147,6 +148,8 @@ class Agent:
             role=config.role,
             requested_rank=config.requested_rank,
             log_dir=str(config.logs.run_dir),
+            domain=config.failure_domain,
+            bulk_port=self._replication.port,
         )
         return Hello(
             node_id=config.node_id,
@@ -287,11 +290,13 @@ class Agent:
         if order.view != self._crew.view and order.store_here:
             self._open_store(order)
         replaced, self._to_replace = tuple(sorted(self._to_replace)), set()
+        self._replication.serve(order)
         await self._crew.serve(msgspec.structs.replace(order, replaced=replaced))
         self._reap_orphans()
 
     async def _stand_by(self, order: Hold) -> Result | None:
         self._job_id = order.job_id
+        self._replication.hold()
         await self._crew.hold(order)
         self._reap_orphans()
         if not order.leaving:

@@ -81,6 +81,8 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Where the copies are: shared memory."""
     checkpoint_keep: str = "all"
     """Which checkpoints stay (storage/retention.py)."""
+    failure_domain: str = ""
+    """What this node would go down with; empty: its machine."""
     hang_timeout_s: float | None = None
     """How long nothing may move on this node. None: as long as its own steps make reasonable; 0: for ever."""
     failover: str = ""

@@ -181,7 +181,7 @@ class Persister:
             job_id=self._job_id,
             versions={"holdfast": importlib.metadata.version("holdfast")},
             metrics=finite(message.metrics),
-            notes=dict(message.notes),
+            notes={**message.notes, "generators": "a function of seed, step and rank or slot"},
         )
         return Writing(self._store(key.url), about, f"{_plain(self._job_id)}-v{record.view}")
 

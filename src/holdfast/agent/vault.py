@@ -135,15 +135,22 @@ class Vault:
         """Of an image that was read for storage or for another node."""
         self._checksums[kept.seat, kept.slot] = kept.record.created_ns, tuple(checksums)
 
+    def checksums(self, kept: Kept) -> list[int] | None:
+        """Of its blocks, if they are known."""
+        made_at, checksums = self._checksums.get((kept.seat, kept.slot), (0, ()))
+        return list(checksums) if made_at == kept.record.created_ns else None
+
+    def path(self, kept: Kept) -> Path:
+        return self._seats[kept.seat].path(kept.slot)
+
     def held(self) -> tuple[HeldImage, ...]:
         """What workers may restore from."""
         return tuple(self._held(kept) for kept in self.kept())
 
     def _held(self, kept: Kept) -> HeldImage:
         record = kept.record
-        known, checksums = self._checksums.get((kept.seat, kept.slot), (None, ()))
         return HeldImage(
-            path=str(self._seats[kept.seat].path(kept.slot)),
+            path=str(self.path(kept)),
             step=record.step,
             part=record.part,
             shards=record.shards,
@@ -152,7 +159,7 @@ class Vault:
             seed=record.seed,
             first_step=record.first_step,
             view=record.view,
-            checksums=checksums if known == record.created_ns else (),
+            checksums=tuple(self.checksums(kept) or ()),
         )
 
     # --- the end

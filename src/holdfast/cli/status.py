@@ -23,7 +23,8 @@ from rich.table import Table
 from rich.text import Text
 
 from holdfast.cli.run_flag_values import endpoint as parse_endpoint
-from holdfast.core.sentences import unread
+from holdfast.core.kept import Safety
+from holdfast.core.sentences import safe, unread
 from holdfast.errors import UsageError
 from holdfast.journal import Entry
 from holdfast.observe.jobs import find_journal, is_held_here
@@ -220,6 +221,8 @@ def render(summary: Summary) -> RenderableType:
         parts.append(Text(_open_incident(summary), style="yellow"))
     if summary.nodes:
         parts += ["", _node_table(summary)]
+    if state := _state(summary):
+        parts += ["", Text(state)]
     if summary.streams:
         parts += ["", *_streams(summary)]
     if summary.incidents:
@@ -260,6 +263,17 @@ def _open_incident(summary: Summary) -> str:
     decided = f"; {incident.strategy}, as {incident.why}" if incident.strategy else "; not decided yet"
     age = duration(summary.read_at - incident.since)
     return plain(f"incident {incident.number} open for {age}: {incident.cause}{decided}")
+
+
+def _state(summary: Summary) -> str:
+    """Which step is safe against what."""
+    state = summary.state
+    if max(state.memory, state.elsewhere, state.storage) < 0:
+        return ""
+    said = safe(Safety(state.memory, state.elsewhere, state.storage))
+    age = f" ({duration(summary.read_at - state.said_at)} ago)" if state.said_at else ""
+    where = f"; {state.storage_url}" if state.storage_url else ""
+    return plain(f"state: {said}{age}{where}")
 
 
 def _streams(summary: Summary) -> list[Text]:

@@ -8,8 +8,8 @@ of one cut are there, copied in the same view. From that follow three steps:
     on storage     published: survives the job
 
 Nodes do not speak at the same moment, so that what they say together may name no step that all have: one is at steps
-41 and 40, another was at 38 and 37. But every node keeps the last step that is whole everywhere (wire/slots.py), so
-there is one: not below the least of what is the newest of each part.
+41 and 40, another was at 38 and 37. But every seat keeps the last step that is whole everywhere (wire/slots.py), so
+there is one: not below the least of what is the newest of each part. (Replicas come later, and keep to no such rule.)
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ class KeptImage(msgspec.Struct, frozen=True, array_like=True):
     shares: int
     view: int = 0
     """In which it was copied."""
+    is_replica: bool = False
+    """Kept for another node."""
 
 
 class Safety(msgspec.Struct, frozen=True):
@@ -62,11 +64,17 @@ class Cut(NamedTuple):
 
 def whole_at_least(images: Iterable[KeptImage]) -> int:
     """A step that is whole, or a later one is; -1: none."""
+    there: dict[tuple[int, Cut], set[int]] = {}
     newest: dict[Cut, dict[int, int]] = {}
     for image in images:
-        parts = newest.setdefault(_cut(image), {})
-        parts[image.part] = max(parts.get(image.part, -1), image.step)
-    return max((min(parts.values()) for cut, parts in newest.items() if len(parts) >= cut.parts), default=-1)
+        cut = _cut(image)
+        there.setdefault((image.step, cut), set()).add(image.part)
+        if not image.is_replica:
+            parts = newest.setdefault(cut, {})
+            parts[image.part] = max(parts.get(image.part, -1), image.step)
+    named = (step for (step, cut), found in there.items() if len(found) >= cut.parts)
+    by_the_rule = (min(parts.values()) for cut, parts in newest.items() if len(parts) >= cut.parts)
+    return max((*named, *by_the_rule), default=-1)
 
 
 def safety(images: Images, storage: int) -> Safety:

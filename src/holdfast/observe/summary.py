@@ -13,6 +13,7 @@ import msgspec
 
 from holdfast.core import records as r
 from holdfast.core.faults import Failure, describe
+from holdfast.core.kept import Safety
 from holdfast.core.leases import StreamState, Trouble
 from holdfast.core.sentences import phase_durations, receipt
 from holdfast.core.state import Finished, Gathering, Incident, Job, Serving
@@ -76,6 +77,20 @@ class StreamSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The last ones, the newest last."""
 
 
+class StateSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """What of the state is safe against what: steps, -1 for none. Memory is told now and then only."""
+
+    memory: int
+    """Whole in the nodes' memory: survives all workers."""
+    elsewhere: int
+    """The same without any one node: survives a node."""
+    storage: int
+    """The newest checkpoint: survives the job."""
+    storage_url: str
+    said_at: float
+    """When memory was told of; 0: never."""
+
+
 class Ending(msgspec.Struct, frozen=True, kw_only=True):
     """How the job ended."""
 
@@ -104,6 +119,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     nodes_max: int
     restarts_used: int
     restarts_max: int
+    state: StateSummary
     nodes: tuple[NodeSummary, ...]
     open_incident: OpenIncident | None
     incidents: tuple[ClosedIncident, ...]
@@ -136,6 +152,7 @@ def summarise(entries: Sequence[Entry], now: float, *, master_seen: bool) -> Sum
         nodes_max=job.settings.nodes_max,
         restarts_used=job.restarts_used,
         restarts_max=job.settings.restarts_max,
+        state=_state(job),
         nodes=summarise_nodes(job, entries),
         open_incident=_open(job.incident) if job.incident and not finished else None,
         incidents=tuple(_closed(record) for record in job.incidents[-INCIDENTS_SHOWN_MAX:]),
@@ -143,6 +160,18 @@ def summarise(entries: Sequence[Entry], now: float, *, master_seen: bool) -> Sum
         ending=_ending(finished) if finished else None,
         master_seen=master_seen,
         streams=tuple(_stream(name, state) for name, state in job.streams.by_name.items()),
+    )
+
+
+def _state(job: Job) -> StateSummary:
+    """Memory only while the job lives: it goes with it."""
+    safety = Safety() if isinstance(job.phase, Finished) else job.safety
+    return StateSummary(
+        memory=safety.memory,
+        elsewhere=safety.elsewhere,
+        storage=job.checkpoint,
+        storage_url=job.checkpoint_url,
+        said_at=job.safety_at if safety.memory >= 0 else 0.0,
     )
 
 

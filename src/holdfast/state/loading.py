@@ -18,7 +18,7 @@ import torch
 
 from holdfast.errors import CheckpointError
 from holdfast.state.leaves import Flat, Spec, dotted
-from holdfast.state.moves import Held, Moves, new_room
+from holdfast.state.moves import Held, Moves
 from holdfast.state.reshard import Old, Piece, Region, ask
 from holdfast.state.tracked import TRANSIENT, Tracked
 from holdfast.state.tree import describe, specs
@@ -38,8 +38,9 @@ def load_parts(
 ) -> None:
     """Make the objects what they were when the parts were written: part number = shard + share × shards.
 
-    `shard`: which one these objects have, if the state is still cut in the same way; found out if not said. Sources are
-    looked up as they are needed: of the same cut, those of one shard only.
+    `shard`: which one these objects have, if the state is still cut in the same way. If it is not said, it is found by
+    how the live tensors are cut; where nothing is, shard 0 is taken. Sources are looked up as they are needed: of the
+    same cut, those of one shard only.
     """
     saved = _Saved(sources, shards, shares)
     live = tracked.state()
@@ -152,7 +153,7 @@ def _targets(live: Flat, described: Sequence[Spec], tracked: Tracked) -> list[to
     for spec in described:
         there, tensor = known.get(spec.path, (None, None))
         fits = there is not None and (there.dtype, there.shape) == (spec.dtype, spec.shape) and spec.path[0] in ours
-        targets.append(tensor if fits and tensor is not None else new_room(spec.shape, spec.dtype))
+        targets.append(tensor if fits and tensor is not None else torch.empty(spec.shape, dtype=spec.dtype))
     return targets
 
 

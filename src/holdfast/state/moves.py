@@ -13,19 +13,13 @@ import ctypes
 import mmap
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 
 from holdfast.storage.image import BLOCK_BYTES, Entry
 from holdfast.storage.sources import PartSource
-
-PAGE_BYTES = mmap.PAGESIZE
-LARGE_BYTES = 4 * 2**20
-"""From here on a tensor has at least one large page of its own."""
-_madvise = ctypes.CDLL(None).madvise
-_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Held(NamedTuple):
@@ -72,7 +66,7 @@ class Moves:
             return
         room = target
         if not target.is_cpu or not target.is_contiguous():
-            room = new_room(target.shape, target.dtype)
+            room = torch.empty(target.shape, dtype=target.dtype)
             self.afterwards.append((target, room))
         self._rooms.append(room)
         row_bytes = held.entry.size_bytes // (held.entry.shape[0] if held.entry.shape else 1)
@@ -91,7 +85,7 @@ class Moves:
                 blocks.setdefault(number, [])
 
     def run(self, threads: int) -> None:
-        """Read, verify and copy. Raises what the first thread that failed raised."""
+        """Read, verify and copy. Raises what a thread that failed raised."""
         tasks, lock, errors = self._tasks(), threading.Lock(), list[BaseException]()
 
         def take() -> Task | None:
@@ -108,15 +102,22 @@ class Moves:
             except BaseException as error:  # it belongs to the one who waits for all
                 errors.append(error)
 
+        try:
+            self._share(work, threads)
+            if errors:
+                raise errors.pop()  # not kept here too: it would keep all that it has passed through
+            self._finish()
+        finally:
+            self._memory.clear()
+
+    @staticmethod
+    def _share(work: Callable[[], None], threads: int) -> None:
         others = [threading.Thread(target=work, name=f"holdfast-load-{number}") for number in range(1, threads)]
         for thread in others:
             thread.start()
         work()
         for thread in others:
             thread.join()
-        if errors:
-            raise errors[0]
-        self._finish()
 
     def _blocks_of(self, source: PartSource) -> dict[int, list[Span]]:
         if id(source) not in self._sources:
@@ -156,19 +157,6 @@ def blocks_of(start: int, size: int) -> Iterator[tuple[int, int, int]]:
         taken = min(size, BLOCK_BYTES - within)
         yield number, within, taken
         start, size = start + taken, size - taken
-
-
-def new_room(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor to be filled, in memory that was not used before: in large pages, where the system has them to give.
-
-    The first touch of each page is what costs most of filling it: three times as much in small pages.
-    """
-    room = torch.empty(shape, dtype=dtype)
-    start = -(-room.data_ptr() // PAGE_BYTES) * PAGE_BYTES
-    end = (room.data_ptr() + room.nbytes) // PAGE_BYTES * PAGE_BYTES
-    if end - start >= LARGE_BYTES:
-        _madvise(start, end - start, mmap.MADV_HUGEPAGE)  # an advice: that it is not taken is no failure
-    return room
 
 
 def as_bytes(buffer: memoryview | mmap.mmap | bytearray) -> torch.Tensor:

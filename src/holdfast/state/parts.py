@@ -112,7 +112,6 @@ def write_image(flat: Flat, shares: int, share: int, about: Mapping[str, str] | 
     """The whole image in memory of our own, for whoever has no slots: survivors that leave a dump."""
     planned = PartPlan(flat, shares, share, about)
     image = mmap.mmap(-1, planned.layout.size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    image.madvise(mmap.MADV_HUGEPAGE)
     with memoryview(image) as buffer:
         planned.layout.frame(buffer)
         planned.layout.put_skeleton(buffer, flat.skeleton)

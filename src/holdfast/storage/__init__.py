@@ -6,14 +6,14 @@ An image, one rank's part of a state as one run of bytes:
       header.py        its head, which is that of a safetensors file: written, and read trusting nothing
       frames.py        what stands around each tensor, so that stock torch takes it for an archive of its own
       pickles.py       the two pickles that stock torch wants to find, written opcode by opcode
-      stock_values.py  what a state holds beside its tensors, for stock torch
+      objects.py       what a state holds beside its tensors, for stock torch
     sources.py       an image to read from, every block verified: memory, a file, or whatever reads a range of bytes
 
 Where images go:
 
     stores.py        what a store can do, and which one a URL means
       directory.py     files written past the page cache, durable when `put` returns (direct.py)
-      objects.py       s3://, gs://, az:// by obstore: multipart, retries (patience.py), conditional puts
+      object_store.py  s3://, gs://, az:// by obstore: multipart, retries (patience.py), conditional puts
       filesystems.py   the rest, by fsspec
     shelves.py       how a checkpoint becomes visible in a store, and ceases to be: in one atomic move
     manifest.py      what a checkpoint is, in JSON

@@ -143,9 +143,8 @@ class Catalogue:
 
     def inspect(self, found: Found, on_progress: Progress | None = None) -> Sequence[Finding]:
         """All that is wrong with a checkpoint, with what we do not read ourselves too."""
-        extra = () if found.manifest.metadata is None else (found.manifest.metadata,)
         with self.reading(found):
-            return inspect(self.store, found.folder, (*found.manifest.parts, *extra), on_progress)
+            return inspect(self.store, found.folder, (*found.manifest.parts, *found.manifest.stock), on_progress)
 
     @contextmanager
     def reading(self, found: Found) -> Iterator[None]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from holdfast.storage.pickles import tensor_pickle
@@ -28,7 +27,7 @@ class Frame(NamedTuple):
     after: bytes
 
 
-def frame(start: int, dtype: str, shape: Sequence[int], size_bytes: int) -> Frame:
+def frame(start: int, dtype: str, shape: tuple[int, ...], size_bytes: int) -> Frame:
     """What to write at `start`, and behind the tensor's bytes that follow it."""
     before, directory = _small(tensor_pickle(dtype, shape, size_bytes))
     directory += _listed("archive/data/0", size_bytes, 0, len(before))

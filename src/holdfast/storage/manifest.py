@@ -25,6 +25,10 @@ FORMAT = 2
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
 """The name stock DCP looks for."""
+OBJECTS = ".objects"
+"""What is no tensor, where stock DCP will find it: the metadata says where."""
+STOCK = {-1: METADATA, -2: OBJECTS}
+"""Files for stock readers, by the numbers they have in place of a part's."""
 MANIFEST_BYTES_MAX = 2**30
 PARTS_MAX = 1_000_000
 STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})\Z")
@@ -88,8 +92,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Of the attempt that wrote it."""
     parts: tuple[Part, ...]
     """In order: as many as shards times shares."""
-    metadata: Part | None = None
-    """What stock DCP reads; its number is -1. We never read it."""
+    stock: tuple[Part, ...] = ()
+    """Files for stock readers; we never read them."""
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,13 +151,14 @@ def check(manifest: Manifest, step: int, name: str) -> None:
         raise CheckpointError(f"{name} has a shape or nonce that cannot be")
     if [part.number for part in manifest.parts] != list(range(about.parts)):
         raise CheckpointError(f"{name} does not name the {about.parts} parts of step {step} in order")
-    extra = () if manifest.metadata is None else (manifest.metadata,)
-    for part in (*manifest.parts, *extra):
+    if any(part.number not in STOCK for part in manifest.stock):
+        raise CheckpointError(f"{name} names files for stock readers that there are not")
+    for part in (*manifest.parts, *manifest.stock):
         _check_part(part, manifest.nonce, name)
 
 
 def _check_part(part: Part, nonce: str, name: str) -> None:
-    file = METADATA if part.number == -1 else part_file(part.number)
+    file = STOCK.get(part.number) or part_file(part.number)
     if part.file not in (file, f"{nonce}/{file}"):
         raise CheckpointError(f"{name} calls part {part.number} {part.file!r:.80}, which no part is called")
     if part.size_bytes < 0 or not re.fullmatch(f"[0-9a-f]{{{part.blocks * CHECKSUM_DIGITS}}}", part.checksums):

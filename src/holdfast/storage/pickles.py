@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -71,14 +72,15 @@ class Pairs(NamedTuple):
     items: Sequence[tuple[Any, Any]]
 
 
-def tensor_pickle(dtype: str, shape: Sequence[int], size_bytes: int) -> bytes:
+@lru_cache(maxsize=4096)  # a model has many tensors and few shapes
+def tensor_pickle(dtype: str, shape: tuple[int, ...], size_bytes: int) -> bytes:
     """The pickle of a contiguous tensor whose bytes are the archive's storage 0."""
     strides = [math.prod(max(size, 1) for size in shape[at + 1 :]) for at in range(len(shape))]
     legacy = LEGACY_STORAGES.get(dtype)
     kind = Global("torch", legacy) if legacy else Global("torch.storage", "UntypedStorage")
     storage = Persistent(("storage", kind, "0", "cpu", math.prod(shape) if legacy else size_bytes))
     hooks = Call(Global("collections", "OrderedDict"), ())
-    arguments: tuple[Any, ...] = (storage, 0, tuple(shape), tuple(strides), False, hooks)
+    arguments: tuple[Any, ...] = (storage, 0, shape, tuple(strides), False, hooks)
     if not legacy:
         arguments = (*arguments, Global("torch", dtype))
     return pickled(Call(Global("torch._utils", f"_rebuild_tensor_v{2 if legacy else 3}"), arguments))

@@ -112,7 +112,10 @@ class MemoryPart(_Source):
 
     def close(self) -> None:
         super().close()
-        self._buffer.release()
+        try:
+            self._buffer.release()
+        except BufferError:
+            pass  # an error on its way up still looks at it: it is let go with that
 
     def block(self, number: int, room: memoryview) -> memoryview:
         start = number * BLOCK_BYTES

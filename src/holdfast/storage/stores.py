@@ -78,7 +78,7 @@ def open_store(url: str, patience_s: float = PATIENCE_S) -> Store:
 
         return DirectoryStore(_directory(url))
     if scheme in OBJECT_SCHEMES:
-        from holdfast.storage.objects import ObjectStore
+        from holdfast.storage.object_store import ObjectStore
 
         return ObjectStore(url, patience_s)
     from holdfast.storage.filesystems import FilesystemStore

@@ -11,7 +11,7 @@ from crc32c import crc32c
 from msgspec import Struct
 
 from holdfast.errors import CheckpointError, StorageError
-from holdfast.storage.manifest import METADATA, Part
+from holdfast.storage.manifest import STOCK, Part
 from holdfast.storage.stores import BLOCK_BYTES, Progress, Store
 
 READERS_LOCAL = 2
@@ -83,7 +83,7 @@ def _finding(store: Store, folder: str, part: Part, wrongs: list[str]) -> Findin
     if not wrongs:
         return None
     more = f" and {len(wrongs) - 1} more" if len(wrongs) > 1 else ""
-    matters = not part.file.endswith(METADATA)
+    matters = part.number not in STOCK
     concerns = "" if matters else " (stock readers only: Holdfast does not read it)"
     text = f"{store.url}/{folder}/{part.file} {wrongs[0]}{more}: it is damaged{concerns}"
     return Finding(file=part.file, text=text, matters=matters)

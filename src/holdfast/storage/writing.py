@@ -27,8 +27,9 @@ from holdfast.storage import points
 from holdfast.storage.catalogue import Catalogue, Found
 from holdfast.storage.image import Layout, parse
 from holdfast.storage.manifest import (
-    METADATA,
     NONCE,
+    OBJECTS,
+    STOCK,
     About,
     Manifest,
     Note,
@@ -38,6 +39,7 @@ from holdfast.storage.manifest import (
     note_file,
     part_file,
 )
+from holdfast.storage.objects import stock_objects
 from holdfast.storage.pickles import dcp_metadata
 from holdfast.storage.shelves import shelf_of
 from holdfast.storage.stores import BLOCK_BYTES, Progress, Store
@@ -186,8 +188,7 @@ class Writing:
         try:
             with ThreadPoolExecutor(READERS, thread_name_prefix="holdfast-heads") as pool:
                 layouts = list(pool.map(self._layout, notes))
-            files = [part_file(note.part.number) for note in notes]
-            metadata = self._put_metadata(list(zip(files, layouts, strict=True)))
+            stock = self._put_stock(notes, layouts)
         except MissingError:
             return None
         points.reach("metadata-written")
@@ -195,7 +196,7 @@ class Writing:
             notes[0].about, notes={key: value for note in notes for key, value in note.about.notes.items()}
         )
         parts = tuple(note.part for note in notes)
-        return Manifest(about=about, nonce=self._nonce, parts=parts, metadata=metadata)
+        return Manifest(about=about, nonce=self._nonce, parts=parts, stock=stock)
 
     def _layout(self, note: Note) -> Layout:
         name = f"{self._folder}/{part_file(note.part.number)}"
@@ -206,12 +207,24 @@ class Writing:
         except CheckpointError as error:
             raise CheckpointError(f"{self._store.url}/{name}: {error}") from None
 
-    def _put_metadata(self, parts: list[tuple[str, Layout]]) -> Part:
-        content = dcp_metadata(parts)
-        self._store.put_new(f"{self._folder}/{METADATA}", content)
-        blocks = Blocks(memoryview(content))
-        file = self._shelf.file_prefix(self._nonce) + METADATA
-        return Part(number=-1, file=file, size_bytes=len(content), checksums="".join(blocks.computed()))
+    def _put_stock(self, notes: list[Note], layouts: list[Layout]) -> tuple[Part, ...]:
+        """What stock readers want beside the parts: a function of the parts, so all who publish write the same."""
+        objects, stored = stock_objects(self._skeleton(layouts[0]))
+        files = [part_file(note.part.number) for note in notes]
+        parts = list(zip(files, layouts, strict=True))
+        metadata = dcp_metadata(parts, [(OBJECTS, one) for one in stored])
+        return tuple(self._put_small(number, content) for number, content in ((-2, objects), (-1, metadata)))
+
+    def _put_small(self, number: int, content: bytes) -> Part:
+        self._store.put_new(f"{self._folder}/{STOCK[number]}", content)
+        file = self._shelf.file_prefix(self._nonce) + STOCK[number]
+        checksums = "".join(Blocks(memoryview(content)).computed())
+        return Part(number=number, file=file, size_bytes=len(content), checksums=checksums)
+
+    def _skeleton(self, layout: Layout) -> bytes:
+        """Of the first part: what is no tensor is the same in all, or is known by the first."""
+        room = self._store.read(f"{self._folder}/{part_file(0)}", layout.skeleton_start, layout.skeleton_capacity)
+        return layout.skeleton_in(room)
 
     def _settled(self) -> Found | None:
         """The checkpoint of our step. If another attempt has won, what this process wrote is garbage, and removed;
@@ -220,7 +233,7 @@ class Writing:
         if found is not None:
             self.close()
             if found.manifest.nonce != self._nonce:
-                self._remove({f"{self._folder}/{name}" for name in (*self._written, METADATA)})
+                self._remove({f"{self._folder}/{name}" for name in (*self._written, *STOCK.values())})
         return found
 
     def _remove(self, names: set[str]) -> None:

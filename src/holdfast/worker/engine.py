@@ -450,7 +450,7 @@ class Engine:
     def _describe(self) -> tuple[dict[str, float], dict[str, str]]:
         """For a checkpoint's manifest: what was logged last, and where in the data we are."""
         positions = {name: json.dumps(thing.state_dict(), default=str) for name, thing in self._witnessed().items()}
-        return self.logged, positions
+        return self.logged, {**positions, "torch": str(torch.__version__)}
 
     def _choose_undo(self) -> None:
         if self.membership is not None and is_sharded(self._tracked.modules().values()):

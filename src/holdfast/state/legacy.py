@@ -1,0 +1,135 @@
+"""Checkpoints as many scripts write them: `torch.save({'epoch', 'model_state_dict', 'optimizer_state_dict', 'loss'})`
+into `checkpoint_epoch_N.pt`, so that users can come over.
+
+    old = legacy.latest(folder)                  the newest that can be read; damaged ones are named and passed over
+    old.load(model=model, optimizer=optimizer)   exactly what was saved; returns the epoch
+
+Read with `weights_only=True`: nothing in the file is executed. A file that needs more than that is refused. Nothing is
+written in this shape.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from holdfast.errors import CheckpointError
+from holdfast.state.modules import unwrapped
+
+NAME = re.compile(r"checkpoint_epoch_(0|[1-9][0-9]{0,17})\.pt\Z")
+WRAPPERS = ("module.", "_orig_mod.")
+"""What DistributedDataParallel and torch.compile put before each name."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Legacy:
+    """What such a file holds."""
+
+    path: Path
+    epoch: int
+    model_state: dict[str, Any]
+    optimizer_state: dict[str, Any] | None
+    loss: float | None
+    more: dict[str, Any]
+    """Whatever else was saved with it: schedulers, for example."""
+
+    def load(self, model: Module, optimizer: Optimizer | None = None) -> int:
+        """Make them what they were; the epoch that was saved. A file without an optimizer's state is refused if one is
+        to be loaded."""
+        if optimizer is not None and self.optimizer_state is None:
+            raise CheckpointError(f"{self.path} has no state of an optimizer")
+        try:
+            model = unwrapped(model)
+            model.load_state_dict(_fitting(self.model_state, model))
+            if optimizer is not None and self.optimizer_state is not None:
+                optimizer.load_state_dict(self.optimizer_state)
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise CheckpointError(f"{self.path} does not fit: {error}") from error
+        return self.epoch
+
+
+def is_legacy(path: Path) -> bool:
+    """Whether a file is named like one."""
+    return NAME.match(path.name) is not None
+
+
+def candidates(folder: Path) -> list[Path]:
+    """The files named so, newest epoch first."""
+    try:
+        named = [(int(match[1]), path) for path in folder.iterdir() if (match := NAME.match(path.name))]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be listed: {error.strerror}") from error
+    return [path for _, path in sorted(named, reverse=True)]
+
+
+def latest(folder: Path, on_damage: Callable[[str], None] = log.warning) -> Legacy | None:
+    """The newest that can be read. Others are named and passed over, and stay where they are."""
+    for path in candidates(folder):
+        try:
+            return read(path)
+        except CheckpointError as error:
+            on_damage(f"checkpoint passed over: {error}")
+    return None
+
+
+def read(path: Path) -> Legacy:
+    """One file, onto the CPU. CheckpointError if it is damaged, or needs code to be executed."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
+    except pickle.UnpicklingError as error:
+        reason = str(error).splitlines()[0]
+        raise CheckpointError(f"{path} holds more than tensors and plain values, or is damaged: {reason}") from None
+    except (RuntimeError, ValueError, EOFError, KeyError, IndexError, TypeError, AttributeError) as error:
+        # What torch says of a file that is cut short or is no archive differs from version to version.
+        raise CheckpointError(f"{path} is damaged, or not written by torch.save: {str(error)[:200]}") from None
+    return _understood(path, content)
+
+
+def _understood(path: Path, content: Any) -> Legacy:
+    match content:
+        case {"epoch": int(epoch), "model_state_dict": Mapping() as model_state, **more}:
+            pass
+        case _:
+            raise CheckpointError(f"{path} has no epoch and model_state_dict: it is of another shape")
+    optimizer_state, loss = more.pop("optimizer_state_dict", None), more.pop("loss", None)
+    if optimizer_state is not None and not isinstance(optimizer_state, dict):
+        raise CheckpointError(f"{path} has an optimizer_state_dict that is none")
+    return Legacy(
+        path=path,
+        epoch=epoch,
+        model_state=dict(model_state),
+        optimizer_state=optimizer_state,
+        loss=_number(loss),
+        more={str(name): value for name, value in more.items()},
+    )
+
+
+def _fitting(state: dict[str, Any], model: Module) -> dict[str, Any]:
+    """By the model's own names, whatever it was wrapped in when it was saved."""
+    names = model.state_dict().keys()
+    for prefix in ("", *WRAPPERS, *WRAPPERS):  # either may be around the other
+        if state.keys() == names or not all(name.startswith(prefix) for name in state):
+            continue
+        state = {name.removeprefix(prefix): value for name, value in state.items()}
+    return state
+
+
+def _number(loss: Any) -> float | None:
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        return float(loss.item())
+    return float(loss) if isinstance(loss, int | float) else None

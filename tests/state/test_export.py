@@ -1,0 +1,141 @@
+"""Checkpoints of every cut, exported, and opened by the stock readers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model
+
+from holdfast.errors import CheckpointError, UsageError
+from holdfast.state.export import export
+from holdfast.state.parts import write_image
+from holdfast.state.tracked import Tracked
+from holdfast.storage.catalogue import Catalogue, Found
+from holdfast.storage.manifest import About
+from holdfast.storage.stores import open_store
+from holdfast.storage.writing import Writing
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(40, 16)
+        self.middle = torch.nn.Linear(16, 16)
+        self.norm = torch.nn.BatchNorm1d(16)
+        self.head = torch.nn.Linear(16, 40, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def tracked(**more: Any) -> Tracked:
+    torch.manual_seed(3)
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.head(model.norm(model.middle(model.embedding(torch.arange(8))))).square().mean().backward()
+    optimizer.step()
+    return Tracked(model=model, optimizer=optimizer, **more)
+
+
+def saved(root: Path, state: Tracked, shares: int = 3) -> tuple[Catalogue, Found]:
+    """As data parallel ranks save it: each a share."""
+    store = open_store(str(root))
+    flat = state.state()
+    with Writing(store, About(step=5, world_size=shares, shares=shares), "a") as writing:
+        for share in range(shares):
+            writing.write_part(share, memoryview(write_image(flat, shares, share)))
+        found = writing.publish()
+    assert found is not None
+    return Catalogue(store), found
+
+
+def test_one_file_has_every_tensor(tmp_path: Path) -> None:
+    state = tracked()
+    catalogue, found = saved(tmp_path / "run", state)
+    target = tmp_path / "out" / "all.safetensors"
+    assert export(catalogue, found, target) == [target]
+    loaded = load_file(target)
+    model = state.modules()["model"]
+    assert torch.equal(loaded["model.middle.weight"], model.middle.weight)
+    assert any(name.startswith("optimizer.state.middle.weight.exp_avg") for name in loaded)
+    assert loaded["model.norm.num_batches_tracked"].dtype == torch.int64
+
+
+@pytest.mark.parametrize("shares", [1, 2, 5])
+def test_the_model_alone_is_loaded_by_safetensors_own_loader(tmp_path: Path, shares: int) -> None:
+    state = tracked()
+    catalogue, found = saved(tmp_path / "run", state, shares)
+    export(catalogue, found, tmp_path / "model.safetensors", model="")
+    fresh = Model()
+    load_model(fresh, tmp_path / "model.safetensors")
+    for name, value in state.modules()["model"].state_dict().items():
+        assert torch.equal(fresh.state_dict()[name], value), name
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert file.metadata()["head.weight"] == "embedding.weight"
+
+
+def test_a_cast_leaves_whole_numbers_alone(tmp_path: Path) -> None:
+    state = tracked()
+    catalogue, found = saved(tmp_path / "run", state)
+    export(catalogue, found, tmp_path / "m.safetensors", model="model", dtype=torch.bfloat16)
+    loaded = load_file(tmp_path / "m.safetensors")
+    expected = state.modules()["model"].state_dict()
+    assert torch.equal(loaded["middle.weight"], expected["middle.weight"].to(torch.bfloat16))
+    assert loaded["norm.num_batches_tracked"].dtype == torch.int64
+
+
+def test_a_set_has_an_index_as_hugging_face_has_it(tmp_path: Path) -> None:
+    state = tracked()
+    catalogue, found = saved(tmp_path / "run", state)
+    files = export(catalogue, found, tmp_path / "set", model="", shard_bytes=1500)
+    index = json.loads((tmp_path / "set" / "model.safetensors.index.json").read_text())
+    assert [path.name for path in files] == sorted(set(index["weight_map"].values()))
+    assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    together = {name: tensor for path in files for name, tensor in load_file(path).items()}
+    assert set(together) == set(index["weight_map"])
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in together.values())
+    expected = state.modules()["model"].state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in together.items())
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "set"}
+
+
+def test_a_small_set_is_one_file_without_an_index(tmp_path: Path) -> None:
+    catalogue, found = saved(tmp_path / "run", tracked())
+    assert export(catalogue, found, tmp_path / "set", model="") == [tmp_path / "set" / "model.safetensors"]
+    assert [path.name for path in (tmp_path / "set").iterdir()] == ["model.safetensors"]
+
+
+def test_what_is_there_is_replaced_by_force_only_and_never_what_is_no_export(tmp_path: Path) -> None:
+    catalogue, found = saved(tmp_path / "run", tracked())
+    export(catalogue, found, tmp_path / "set")
+    with pytest.raises(UsageError, match="--force"):
+        export(catalogue, found, tmp_path / "set")
+    export(catalogue, found, tmp_path / "set", model="", is_forced=True)
+    (tmp_path / "set" / "thesis.tex").write_text("")
+    with pytest.raises(UsageError, match="other things"):
+        export(catalogue, found, tmp_path / "set", is_forced=True)
+    assert (tmp_path / "set" / "thesis.tex").exists()
+
+
+def test_which_of_several_models_must_be_said(tmp_path: Path) -> None:
+    catalogue, found = saved(tmp_path / "run", Tracked(teacher=torch.nn.Linear(2, 2), student=torch.nn.Linear(3, 3)))
+    with pytest.raises(UsageError, match="teacher, student"):
+        export(catalogue, found, tmp_path / "m.safetensors", model="")
+    with pytest.raises(UsageError, match="no model nobody"):
+        export(catalogue, found, tmp_path / "m.safetensors", model="nobody")
+    export(catalogue, found, tmp_path / "m.safetensors", model="student")
+    assert load_file(tmp_path / "m.safetensors")["weight"].shape == (3, 3)
+
+
+def test_a_damaged_part_leaves_no_file(tmp_path: Path) -> None:
+    catalogue, found = saved(tmp_path / "run", tracked(), shares=1)
+    path = tmp_path / "run" / "step-5" / "part-0.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-2000] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="part-0"):
+        export(catalogue, found, tmp_path / "m.safetensors")
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
