@@ -57,8 +57,8 @@ class StateKeeper:
     def open(self, job_id: str, checkpoint_url: str) -> None:
         """The job has a name."""
         if self.is_on and not self.vault.is_open:
-            clear_orphans(Path(self._config.snapshot_dir))
             self.vault.open(job_id)
+            clear_orphans(Path(self._config.snapshot_dir))  # not before: ours may be what an earlier life has left
         self.persister.open(job_id, checkpoint_url)
 
     def replicate(self) -> Replication:
@@ -97,9 +97,9 @@ class StateKeeper:
         if self._saying is not None:
             self._saying.cancel()
             self._saying = None
-        held: list[Record | Label] = [kept.record for kept in self.vault.kept()]
-        held += [guest.label for guest in self._guests()]
-        images = tuple(KeptImage(one.step, one.part, one.shards, one.shares) for one in held)
+        self.vault.note_life()
+        ours, others = [kept.record for kept in self.vault.kept()], [guest.label for guest in self._guests()]
+        images = (*(_kept(one) for one in ours), *(_kept(one, is_replica=True) for one in others))
         if images != self._said or (again and images):
             self._said = images
             self._reports.kept(images)
@@ -124,11 +124,10 @@ class StateKeeper:
         elif self.vault.is_open:
             await self.persister.rescue(is_alone)
         found = self.persister.newest
-        if is_success or found is not None or not self.vault.kept():
+        if self.persister.lost < 0:
             self.vault.remove()
         else:
-            step = self.vault.kept()[0].record.step
-            where = self._config.snapshot_dir
+            step, where = self.persister.lost, self._config.snapshot_dir
             log.warning(f"step {step} could not be brought to storage and stays in memory, in {where}")
         return found.url if found is not None else ""
 
@@ -149,6 +148,10 @@ class StateKeeper:
         task.add_done_callback(self._tasks.discard)
 
 
+def _kept(one: Record | Label, is_replica: bool = False) -> KeptImage:
+    return KeptImage(one.step, one.part, one.shards, one.shares, one.view, is_replica)
+
+
 def _held(guest: Guest) -> HeldImage:
     label = guest.label
     return HeldImage(
@@ -160,6 +163,7 @@ def _held(guest: Guest) -> HeldImage:
         size_bytes=label.size_bytes,
         seed=label.seed,
         first_step=label.first_step,
+        view=label.view,
         checksums=tuple(unpack(label.checksums)),
     )
 

@@ -81,6 +81,11 @@ class Vault:
         for found in sorted(directory.glob("seat-*")):
             self._seats[int(found.name.removeprefix("seat-"))] = Seat.create(found)
 
+    def note_life(self) -> None:
+        """It is in use: what nobody has used for long is cleared away when its owner is dead."""
+        if self._owner is not None:
+            os.utime(self._owner)
+
     async def grant(self, seat: int, size_bytes: int) -> Room:
         """Room for two images of a seat, or why there is none."""
         if self._directory is None:
@@ -153,6 +158,7 @@ class Vault:
             size_bytes=record.size_bytes,
             seed=record.seed,
             first_step=record.first_step,
+            view=record.view,
             checksums=tuple(self.checksums(kept) or ()),
         )
 
@@ -160,10 +166,10 @@ class Vault:
 
     def remove(self) -> None:
         """The job is over, and what was worth keeping is on storage."""
-        directory = self._directory
+        if (directory := self._directory) is not None:
+            shutil.rmtree(directory, ignore_errors=True)  # while it is ours: the next owner finds nothing, or all
         self.close()
         if directory is not None:
-            shutil.rmtree(directory, ignore_errors=True)
             _remove_empty(directory.parent, self._root)
 
     def close(self) -> None:

@@ -228,6 +228,8 @@ class HeldImage(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: int
     seed: int
     first_step: int
+    view: int = 0
+    """In which it was copied: parts of one step, but of two views, do not belong together."""
     checksums: tuple[int, ...] = ()
     """Of its blocks (storage/image.py), where they are known."""
 

@@ -75,13 +75,18 @@ class Checkpointer:
         """Load the newest checkpoint that every rank can load; its step, or None if there is none."""
         tracked, talking = Tracked(**objects), talk.outside()
         shards = shards_of(tracked.modules().values())
+        trouble: CheckpointError | None = None
         if self._line is not None:
-            stored = checkpoints.newest(self._url)
-            (newer_than,) = talking.agree((stored.step if stored else -1,))
+            (newer_than,) = talking.agree((checkpoints.newest_step(self._url),))
             local = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-            if recalled := recall(self._line.held(), *local, shards, tracked, newer_than, talking):
-                return recalled.step
+            try:
+                if recalled := recall(self._line.held(), *local, shards, tracked, newer_than, talking):
+                    return recalled.step
+            except CheckpointError as error:
+                trouble = error
         self.loaded = checkpoints.restore(self._url, tracked, shards, talking)
+        if self.loaded is None and trouble is not None:
+            raise trouble  # the objects may hold a mixture: they cannot be started with
         return self.loaded.step if self.loaded is not None else None
 
     def wait(self) -> None:
