@@ -120,6 +120,13 @@ class Guests:
                 self.drop(node_id)
             return gone
 
+    def forget_after(self, step: int) -> None:
+        """The job has begun anew before this step: images of later ones are of a history that is no more."""
+        with self._lock:
+            for slot in (slot for slots in self._seats.values() for slot in slots):
+                if slot.sealed is not None and slot.sealed.step > step and slot.writer is None and not slot.pins:
+                    slot.empty()
+
     def clear(self) -> None:
         """The job is over."""
         with self._lock:

@@ -103,6 +103,11 @@ class Replication:
         self.replicator.follow(() if _is_elsewhere(order) else order.partners)
         self._join_group(order.job_id, () if _is_elsewhere(order) else order.parity)
 
+    def begin_from(self, step: int) -> None:
+        """All workers have begun anew before this step."""
+        if self._guests is not None:
+            self._guests.forget_after(step)
+
     def hold(self) -> None:
         """No part in the job for now. What is here of others stays: it may be needed."""
         self.replicator.follow(())

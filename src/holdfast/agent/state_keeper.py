@@ -92,6 +92,12 @@ class StateKeeper:
         if self._saying is None:
             self._saying = asyncio.get_running_loop().call_later(SAY_EVERY_S, self.say)
 
+    def begin_from(self, step: int) -> None:
+        """All workers have begun anew before this step."""
+        self.vault.forget_after(step)
+        if self.replication is not None:
+            self.replication.begin_from(step)
+
     def say(self, again: bool = False) -> None:
         """Tell the master what is in memory, if it does not know; `again`: another master may not know anything."""
         if self._saying is not None:
