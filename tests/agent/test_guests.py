@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from agent.bulk_process import started, tell, word
 from agent.bulks import label, noise
-from holdfast.agent import slots
-from holdfast.agent.blocks import block_count, checksums_of
-from holdfast.agent.guests import Guests, directory_name
+from holdfast.agent.replicas import slots
+from holdfast.agent.replicas.blocks import block_count, checksums_of
+from holdfast.agent.replicas.guests import Guests, directory_name
 from holdfast.errors import ReplicaError
 from holdfast.wire.bulk import BLOCK_BYTES
 

@@ -15,10 +15,10 @@ from agent.bulks import Proxy, bulk_client, bulk_server, label, noise
 from agent.crews import agent_config, serve
 from agent.images import FileImages
 from agent.test_agent import agent
-from holdfast.agent import replicator as module
-from holdfast.agent.guests import Guests
-from holdfast.agent.replication import NoImages, Replication
-from holdfast.agent.replicator import Replicator
+from holdfast.agent.replicas import replicator as module
+from holdfast.agent.replicas.guests import Guests
+from holdfast.agent.replicas.replication import NoImages, Replication
+from holdfast.agent.replicas.replicator import Replicator
 from holdfast.core.events import SessionInfo
 from holdfast.core.orders import Peer
 from holdfast.wire.bulk import BLOCK_BYTES

@@ -15,11 +15,11 @@ from typing import Any
 
 import structlog
 
-from holdfast.agent.blocks import unpack
 from holdfast.agent.config import AgentConfig
-from holdfast.agent.guests import Held as Guest
 from holdfast.agent.persister import Persister
-from holdfast.agent.replication import NoImages, Replication
+from holdfast.agent.replicas.blocks import unpack
+from holdfast.agent.replicas.guests import Held as Guest
+from holdfast.agent.replicas.replication import NoImages, Replication
 from holdfast.agent.reports import Reports
 from holdfast.agent.vault import Vault, clear_orphans
 from holdfast.agent.vault_images import VaultImages

@@ -91,7 +91,7 @@ class Offer(msgspec.Struct, frozen=True, tag="offer"):
 
 
 class Contribute(msgspec.Struct, frozen=True, tag="contribute", kw_only=True):
-    """Client: take this piece of an image into the parity of its group. See agent/parity.py."""
+    """Client: take this piece of an image into the parity of its group. See agent/replicas/parity.py."""
 
     label: Label
     group: tuple[Name, ...]

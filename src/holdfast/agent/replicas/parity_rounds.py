@@ -17,11 +17,11 @@ from contextlib import ExitStack
 
 import msgspec
 
-from holdfast.agent.blocks import checksums_of
-from holdfast.agent.bulk import BulkClient
-from holdfast.agent.parity import piece
-from holdfast.agent.parity_store import Age, ParityStore
-from holdfast.agent.replicator import RETRY_FIRST_S, RETRY_MAX_S, Complaint, Image, Images, label_of
+from holdfast.agent.replicas.blocks import checksums_of
+from holdfast.agent.replicas.bulk import BulkClient
+from holdfast.agent.replicas.parity import piece
+from holdfast.agent.replicas.parity_store import Age, ParityStore
+from holdfast.agent.replicas.replicator import RETRY_FIRST_S, RETRY_MAX_S, Complaint, Image, Images, label_of
 from holdfast.core.orders import Peer
 from holdfast.errors import ReplicaError, WireError
 from holdfast.wire.bulk import Contribute, Label

@@ -20,8 +20,8 @@ from typing import Protocol
 import msgspec
 import structlog
 
-from holdfast.agent.blocks import pack
-from holdfast.agent.bulk import BulkClient
+from holdfast.agent.replicas.blocks import pack
+from holdfast.agent.replicas.bulk import BulkClient
 from holdfast.core.orders import Peer
 from holdfast.errors import ReplicaError, WireError
 from holdfast.wire.bulk import Label

@@ -21,8 +21,8 @@ from urllib.parse import quote
 import msgspec
 import structlog
 
-from holdfast.agent.blocks import block_count, span
-from holdfast.agent.slots import Head, Slot, oldest, open_slots, reading
+from holdfast.agent.replicas.blocks import block_count, span
+from holdfast.agent.replicas.slots import Head, Slot, oldest, open_slots, reading
 from holdfast.errors import ReplicaError
 from holdfast.wire.bulk import Label
 

@@ -18,13 +18,13 @@ from pathlib import Path
 
 import structlog
 
-from holdfast.agent.bulk import BulkServer, Sink
 from holdfast.agent.config import AgentConfig
-from holdfast.agent.guests import Guests, Held, directory_name
-from holdfast.agent.parity_rounds import ParityRounds
-from holdfast.agent.parity_store import ParityLabel, ParityStore
-from holdfast.agent.rebuilding import rebuild_lost
-from holdfast.agent.replicator import Image, Images, Replicator, Safe
+from holdfast.agent.replicas.bulk import BulkServer, Sink
+from holdfast.agent.replicas.guests import Guests, Held, directory_name
+from holdfast.agent.replicas.parity_rounds import ParityRounds
+from holdfast.agent.replicas.parity_store import ParityLabel, ParityStore
+from holdfast.agent.replicas.rebuilding import rebuild_lost
+from holdfast.agent.replicas.replicator import Image, Images, Replicator, Safe
 from holdfast.core.orders import Peer, Serve
 from holdfast.core.placement import lives_elsewhere
 from holdfast.errors import ReplicaError

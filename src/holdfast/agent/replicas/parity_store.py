@@ -21,9 +21,9 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.agent.blocks import block_count, span
-from holdfast.agent.parity import piece, xor_into
-from holdfast.agent.slots import Head, Slot, oldest, open_slots, reading
+from holdfast.agent.replicas.blocks import block_count, span
+from holdfast.agent.replicas.parity import piece, xor_into
+from holdfast.agent.replicas.slots import Head, Slot, oldest, open_slots, reading
 from holdfast.errors import ReplicaError
 from holdfast.wire.bulk import BLOCK_BYTES, Contribute, Label
 
