@@ -59,9 +59,10 @@ class ObjectStore:
     ) -> None:
         def upload() -> None:
             sent = _counted(pieces, size_bytes, on_progress)
+            content = b"".join(sent) if size_bytes <= BLOCK_BYTES else sent  # one request, where one does
             options = {"chunk_size": chunk_bytes(size_bytes), "max_concurrency": CONCURRENT_MAX}
             try:
-                self._obstore.put(self._store, name, sent, **options)
+                self._obstore.put(self._store, name, content, **options)
             except FileNotFoundError as error:
                 if "NoSuchBucket" in str(error):
                     raise

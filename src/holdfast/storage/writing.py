@@ -9,8 +9,8 @@ and publishes; if two are last at once, one wins and the other finds it publishe
 notes alone, so it does not matter who does it. A writer that died leaves an attempt that is never published; whoever
 takes its place may go on with it: a part that has a note is whole, and is not written again.
 
-All writers of an attempt use the same nonce, another attempt at the same step another one. One wins, the other is
-removed by its own writers. One process at a time writes a part.
+All writers of an attempt use the same nonce, another attempt at the same step another one. One wins; who would have
+published the other removes it. One process at a time writes a part.
 """
 
 from __future__ import annotations
@@ -97,24 +97,26 @@ class Writing:
         return part
 
     def publish(self) -> Found | None:
-        """Make it a checkpoint, if all parts are there. Anybody may call this, at any time, again."""
-        if (found := self._settled()) is not None:
+        """Make it a checkpoint, if all parts are there; if another attempt's is, and is sound, that is it. None as long
+        as parts are missing. Anybody may call this, at any time, again."""
+        if (found := self._ours()) is not None:
             return found
         notes = self._notes()
         if notes is None:
-            return self._settled()  # it may have been published, and the notes removed, while we looked
+            return self._settled_by_others()
         points.reach("parts-complete")
+        if (found := self._rival()) is not None:
+            return found
         manifest = self._manifest(notes)
         if manifest is not None:
             self._shelf.publish(self._about.step, self._nonce, encode(manifest))
-        return self._settled()
+        return self._ours() or self._rival()
 
     def abandon(self) -> None:
         """Remove what this attempt wrote, by whomever, unless it is published."""
         self.close()
-        found = self._published(is_deep=False)
-        if found is None or found.manifest.nonce != self._nonce:
-            self._remove(set(self._store.names(self._folder)))
+        if self._ours() is None:
+            self._remove()
 
     def _hold(self) -> None:
         if not self._is_held:
@@ -125,25 +127,55 @@ class Writing:
         note = self._note(number)
         if note is not None:
             return note.part
-        found = self._published(is_deep=False)
-        return found.manifest.parts[number] if found is not None and found.manifest.nonce == self._nonce else None
+        found = self._ours()
+        return found.manifest.parts[number] if found is not None else None
 
-    def _published(self, is_deep: bool = True) -> Found | None:
-        """The checkpoint of our step. One of another attempt counts if it is sound; a damaged one makes room."""
+    def _published(self) -> Found | None:
+        """The checkpoint of our step, whoever wrote it, if it looks whole."""
+        try:
+            return self._catalogue.open(self._about.step)
+        except StorageError:
+            raise
+        except CheckpointError:
+            return None
+
+    def _ours(self) -> Found | None:
+        """Our attempt, published."""
+        found = self._published()
+        if found is None or found.manifest.nonce != self._nonce:
+            return None
+        self.close()
+        return found
+
+    def _rival(self) -> Found | None:
+        """The checkpoint that another attempt made of our step, if it is sound: then ours is garbage. A damaged one
+        makes room. Asked only by who has seen all our parts, so that not every writer reads all of it."""
         step = self._about.step
         manifest = self._catalogue.manifest_bytes(step)
         try:
             found = self._catalogue.open(step)
-            if is_deep and found.manifest.nonce != self._nonce:
+            if found.manifest.nonce != self._nonce:
                 self._catalogue.verify(found)
-        except MissingError:
+        except (MissingError, StorageError) as error:
+            if isinstance(error, StorageError):
+                raise
             return None
-        except StorageError:
-            raise
         except CheckpointError:
-            if is_deep:
-                self._shelf.put_aside(step, self._nonce, manifest)
+            self._shelf.put_aside(step, self._nonce, manifest)
             return None
+        self.close()
+        if found.manifest.nonce != self._nonce:
+            self._remove()
+        return found
+
+    def _settled_by_others(self) -> Found | None:
+        """What is published, if what we wrote is no longer there: then others of our attempt have seen to it."""
+        there = self._store.names(self._folder)
+        if any(f"{self._folder}/{name}" in there for name in self._written):
+            return None
+        found = self._published()
+        if found is not None:
+            self.close()
         return found
 
     def _notes(self) -> list[Note] | None:
@@ -226,18 +258,9 @@ class Writing:
         room = self._store.read(f"{self._folder}/{part_file(0)}", layout.skeleton_start, layout.skeleton_capacity)
         return layout.skeleton_in(room)
 
-    def _settled(self) -> Found | None:
-        """The checkpoint of our step. If another attempt has won, what this process wrote is garbage, and removed;
-        others of our attempt remove theirs."""
-        found = self._published()
-        if found is not None:
-            self.close()
-            if found.manifest.nonce != self._nonce:
-                self._remove({f"{self._folder}/{name}" for name in (*self._written, *STOCK.values())})
-        return found
-
-    def _remove(self, names: set[str]) -> None:
-        for name in names:
+    def _remove(self) -> None:
+        """All that this attempt wrote, by whomever."""
+        for name in self._store.names(self._folder):
             self._store.delete(name)
         self._shelf.forget(self._about.step, self._nonce)
 
