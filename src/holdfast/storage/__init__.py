@@ -15,7 +15,7 @@
     shelves      how a checkpoint becomes visible in a store, and ceases to be, in one atomic move: directory_shelf
                  (locks), object_shelf (leases)
     manifest     what a checkpoint is, in JSON
-    writing      one attempt at a checkpoint, by writers who do not talk to each other
+    writing      one attempt at a checkpoint, by writers who do not talk to each other (blocks)
     catalogue    what there is: found, damaged, unfinished; opened, verified (verifying), pinned (tags)
     pruning      what is removed, and in which order
     retention    what to keep

@@ -15,15 +15,14 @@ published the other removes it. One process at a time writes a part.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import msgspec
-from crc32c import crc32c
 
 from holdfast.errors import CheckpointError, MissingError, StorageError
 from holdfast.storage import points
+from holdfast.storage.blocks import Blocks, halfway
 from holdfast.storage.catalogue import Catalogue, Found
 from holdfast.storage.image import Layout, parse
 from holdfast.storage.manifest import (
@@ -42,7 +41,7 @@ from holdfast.storage.manifest import (
 from holdfast.storage.objects import stock_objects
 from holdfast.storage.pickles import dcp_metadata
 from holdfast.storage.shelves import shelf_of
-from holdfast.storage.stores import BLOCK_BYTES, Progress, Store
+from holdfast.storage.stores import Progress, Store
 
 READERS = 8
 """Heads of parts read at once before publishing: it is waiting for the network, not work."""
@@ -87,7 +86,7 @@ class Writing:
         name = part_file(number)
         blocks = Blocks(image)
         self._written |= {name, note_file(number)}
-        self._store.put(f"{self._folder}/{name}", blocks, blocks.size_bytes, _halfway(on_progress))
+        self._store.put(f"{self._folder}/{name}", blocks, blocks.size_bytes, halfway(on_progress))
         points.reach("part-named")
         file = self._shelf.file_prefix(self._nonce) + name
         part = Part(number=number, file=file, size_bytes=blocks.size_bytes, checksums=blocks.checksums)
@@ -263,48 +262,3 @@ class Writing:
         for name in self._store.names(self._folder):
             self._store.delete(name)
         self._shelf.forget(self._about.step, self._nonce)
-
-
-class Blocks:
-    """An image in blocks; the checksum of each is computed when it is taken, while others are written."""
-
-    def __init__(self, image: memoryview) -> None:
-        self._image = image.cast("B") if image.format != "B" or image.ndim != 1 else image
-        self._checksums: list[str] = []
-
-    @property
-    def size_bytes(self) -> int:
-        return len(self._image)
-
-    @property
-    def checksums(self) -> str:
-        """Of all blocks, once they were taken."""
-        return "".join(self._checksums)
-
-    def __iter__(self) -> Iterator[memoryview]:
-        self._checksums = []
-        for start in range(0, len(self._image), BLOCK_BYTES):
-            block = self._image[start : start + BLOCK_BYTES]
-            self._checksums.append(f"{crc32c(block):08x}")
-            yield block
-
-    def computed(self) -> list[str]:
-        """The checksums, without writing anything."""
-        for _ in self:
-            pass
-        return self._checksums
-
-
-def _halfway(on_progress: Progress | None) -> Progress:
-    """Told on, with the point in the middle."""
-    is_past = False
-
-    def progress(done: int, total: int) -> None:
-        nonlocal is_past
-        if done * 2 >= total and not is_past:
-            is_past = True
-            points.reach("part-half")
-        if on_progress is not None:
-            on_progress(done, total)
-
-    return progress
