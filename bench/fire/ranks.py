@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import mmap
 import os
+import random
 import signal
 import struct
-import traceback
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -24,8 +25,7 @@ from holdfast.wire.session import NeedRoom, Room, Sealed
 from holdfast.wire.session import Snapshots as Settings
 from holdfast.worker.snapshots import Cut, Snapshots
 
-BROKEN = 86
-"""How a rank ends that has met a bug, and not its killer."""
+LATE_SHARE, LATE_S = 0.1, 0.01
 WORDS = struct.Struct("=2q")
 ALL_HAVE_IT = -1
 """The first of the words that travel with a commit, if every rank has the last image whole."""
@@ -109,18 +109,15 @@ def wait_for_the_end() -> NoReturn:
         signal.pause()
 
 
-def start(work: Callable[[], None]) -> int:
-    """A process of our own making; its id. It ends by a signal, or with BROKEN."""
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-        work()
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(BROKEN)
+class Dawdle:
+    """Now and then a rank is late, so that the moments in which others are ahead of it are long enough to be hit."""
+
+    def __init__(self, seed: int) -> None:
+        self._chance = random.Random(seed)
+
+    def __call__(self) -> None:
+        if self._chance.random() < LATE_SHARE:
+            time.sleep(self._chance.uniform(0.0, LATE_S))
 
 
 class Board:
@@ -154,12 +151,17 @@ def train(
     snapshots.enter(world.cut(rank), world.view, 1, 0, 1)
     whole = -1
     board.write(rank, step, whole)
+    dawdle = Dawdle(world.view * 100 + rank)
     while True:
         snapshots.begin(step)
         state.forward(step + 1, world.view)
+        dawdle()
         snapshots.join(state.optimizer)
+        dawdle()
         words = agree(snapshots.words(step))
+        dawdle()
         snapshots.agreed(step, words)
+        dawdle()
         if words[0] == ALL_HAVE_IT:
             whole = snapshots._last
         step += 1
