@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import time
@@ -38,7 +39,7 @@ def leak_guard(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pyte
     shared_before = shared_memory()
     jobs.agents.clear()
     yield marker
-    left = [*end_processes(marker), *remove_mounts(tmp_path), *remove_networks(marker)]
+    left = [*end_processes(marker), *remove_snapshots(marker), *remove_mounts(tmp_path), *remove_networks(marker)]
     left += [f"shared memory {name}" for name in unused_memory(shared_before)]
     if left and not request.node.stash.get(failed, False):
         pytest.fail("left behind: " + "; ".join(left), pytrace=False)
@@ -76,6 +77,15 @@ def end_processes(marker: str) -> list[str]:
     for agent in jobs.agents:
         agent.process.wait()
     return told
+
+
+def remove_snapshots(marker: str) -> list[str]:
+    """Remove what agents kept in memory. Those that were killed leave it, to be found by their next life; those that
+    came to an end do not."""
+    root = jobs.snapshot_dir(marker)
+    left = [f"snapshot {path}" for path in root.rglob("*") if path.is_file()]
+    shutil.rmtree(root, ignore_errors=True)
+    return left if all(agent.process.returncode >= 0 for agent in jobs.agents) else []
 
 
 def shared_memory() -> dict[str, int]:

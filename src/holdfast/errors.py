@@ -14,6 +14,7 @@ HoldfastError                 something expected went wrong; its text says what,
 │   ├── BusyError             it is being read or written, and therefore not removed
 │   ├── MissingError          something of that name is not there
 │   └── StorageError          the storage is full, away or will not have us: says nothing about what lies there
+├── ReplicaError              a copy of a snapshot was not taken in by its holder, or cannot be had from it
 ├── LaunchError               a process could not be started
 ├── SettleError               the members of a view contradict one another about their state
 └── RetryableError            for users to raise inside a step: worth a second try in the same process
@@ -76,6 +77,10 @@ class MissingError(CheckpointError):
 
 class StorageError(CheckpointError):
     """The storage is full, away or will not have us: says nothing about what lies there."""
+
+
+class ReplicaError(HoldfastError):
+    """A copy of a snapshot was not taken in by its holder, or cannot be had from it."""
 
 
 class LaunchError(HoldfastError):

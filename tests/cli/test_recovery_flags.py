@@ -12,7 +12,7 @@ from e2e.jobs import SPAWN, STEPS, Place
 from holdfast.cli.capabilities import capabilities, check_checkpoint_dir, checkpoint_dir
 from holdfast.cli.run_flags import RunOptions, master_endpoint, parse_run
 from holdfast.core.ladder import LADDER, Strategy
-from holdfast.core.records import JobCreated
+from holdfast.core.records import JobCreated, NodeJoined
 from holdfast.errors import UsageError
 
 HOME = {"HOME": "/home/ada"}
@@ -32,6 +32,8 @@ def parsed(words: str, **environ: str) -> RunOptions:
         ("--spares 2", "spares", 2),
         ("--spares 0 --recovery retry", "spares", 0),
         ("--replicas 0", "replicas", 0),
+        ("--replica-parity 2 --nnodes 2", "replica_parity", 2),
+        ("--failure-domain rack-7", "failure_domain", "rack-7"),
         ("--checkpoint-dir=~/runs/{job_id}", "checkpoint_dir", "/home/ada/runs/{job_id}"),
         ("--checkpoint-dir ''", "checkpoint_dir", None),
         ("--hang-timeout auto", "hang_timeout_s", None),
@@ -78,6 +80,12 @@ REFUSALS = {
     "--spares -1": "--spares -1: give a whole number, 0 or more",
     "--spare-nodes one": "--spare-nodes one: give a whole number, 0 or more",
     "--replicas 0.5": "--replicas 0.5: give a whole number, 0 or more",
+    "--replica-parity 1 --nnodes 2": (
+        "--replica-parity 1 does not fit --nnodes 2: a group has at least 2 nodes, and at most as many as there are"
+    ),
+    "--replica-parity 3 --nnodes 2": (
+        "--replica-parity 3 does not fit --nnodes 2: a group has at least 2 nodes, and at most as many as there are"
+    ),
     "--spare 1": "--spare is ambiguous: write --spares or --spare-nodes",
     "--hang-timeout never": (
         "--hang-timeout never: give auto, or a time in seconds as in 60, or 0 to never take a worker for hung"
@@ -211,12 +219,14 @@ def test_the_line_says_that_a_dump_is_impossible(unwritable: str) -> None:
 def test_the_flags_reach_the_settings_of_the_job(tmp_path: Path) -> None:
     job = Place(tmp_path)
     flags = ("--recovery", "dump,recover", "--spares", "1", "--replicas", "2", "--hang-timeout", "0")
-    agent = job.start("--standalone", *flags, *SPAWN, STEPS)
+    agent = job.start("--standalone", *flags, "--failure-domain", "rack-7", *SPAWN, STEPS)
     job.finish()
     assert agent.wait() == 0
     settings = job.journal.of(JobCreated)[0].settings
     assert settings.recovery == (Strategy.RECOVER, Strategy.DUMP, Strategy.EXIT)
     assert (settings.spares, settings.spare_nodes, settings.replicas) == (1, 0, 2)
+    info = job.journal.of(NodeJoined)[0].info
+    assert info.domain == "rack-7" and info.bulk_port > 0
     assert "recovery: recover (1 spare per node" in agent.stderr
 
 

@@ -75,10 +75,20 @@ def free_port() -> int:
             return port
 
 
+def snapshot_dir(wanted_marker: str = "") -> Path:
+    """Where the agents of the running test keep snapshots."""
+    return Path("/dev/shm") / f"holdfast-{wanted_marker or marker()}"
+
+
 def agent_environment(state_dir: Path, env: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of a test's agent: the shell's without what steers jobs, and `env` on top."""
     kept = {name: text for name, text in os.environ.items() if not name.startswith(FOREIGN_PREFIXES)}
-    ours = {MARKER: marker(), "OMP_NUM_THREADS": "1", "HOLDFAST_STATE_DIR": str(state_dir)}
+    ours = {
+        MARKER: marker(),
+        "OMP_NUM_THREADS": "1",
+        "HOLDFAST_STATE_DIR": str(state_dir),
+        "HOLDFAST_SNAPSHOT_DIR": str(snapshot_dir()),
+    }
     return kept | ours | dict(env or {})
 
 

@@ -6,13 +6,18 @@ job, the view and the step. An image is read where it lies, under a lock that ke
 worker that would, leaves a snapshot out.
 
 When the job ends without having got there (`rescue`), the newest state that is whole is written: with several nodes
-nobody knows which of the two steps in memory that is, so the newer one is tried first and then the other.
+nobody knows which of the two steps in memory that is, so the newer one is tried first and then the other. Whoever has
+written its parts need not wait for the slowest node, and takes nothing back: the last one publishes.
+
+An attempt of which a part of ours could not be written will never be complete: it is removed, as it may be what fills
+the disk. One that others do not complete is let go, for the next who prunes to sweep.
 """
 
 from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +33,7 @@ from holdfast.storage.retention import parse_policy
 from holdfast.storage.stores import Store, open_store
 from holdfast.storage.writing import Writing
 from holdfast.wire.session import Sealed
+from holdfast.wire.slots import Record
 
 WRITERS = 2
 """Parts at a time: enough to fill a disk or a link, few enough to leave the processors to the training."""
@@ -37,6 +43,8 @@ UNPUBLISHED_MAX_S = 600.0
 """An attempt whose other parts have not come by then is given up."""
 RESCUE_WAIT_S = 5.0
 """For other nodes to write their parts, at the end of a job, once ours are written."""
+RESCUE_LOOK_S = 0.2
+"""Between two looks, then."""
 
 log = structlog.get_logger("agent")
 
@@ -62,6 +70,14 @@ class Persister:
         self._threads = ThreadPoolExecutor(WRITERS, "holdfast-persist")
         self._tasks: set[asyncio.Task[None]] = set()
         self._attempts: dict[Key, Writing] = {}
+        self._opening = threading.Lock()
+        self._unwritten: dict[Key, int] = {}
+        """How many parts of ours are still to be written."""
+        self._doomed: dict[Key, str] = {}
+        """Attempts of which a part of ours could not be written, and why."""
+        self._is_ending = asyncio.Event()
+        self._lost = -1
+        """The newest step of which a part of ours could not be written."""
         self._publishing: dict[Key, asyncio.Task[str]] = {}
         self.newest: Found | None = None
         """The newest checkpoint that this agent knows to be complete."""
@@ -73,30 +89,34 @@ class Persister:
     def wanted(self, seat: int, message: Sealed, tell: Callable[[str], None] | None = None) -> None:
         """A worker's image is to become part of a checkpoint. `tell` is told why it did not, or nothing if it did."""
         kept = next((k for k in self._vault.kept() if (k.seat, k.record.step) == (seat, message.step)), None)
-        if kept is not None:
-            self._beside(self._persist(kept, message, tell or (lambda why: None)))
+        tell = tell or (lambda why: None)
+        if kept is None:
+            tell(f"the copy of step {message.step} is not there any more")
+        else:
+            self._beside(self._persist(kept, message, tell))
 
     async def drain(self) -> None:
-        """Until everything that was begun has come to an end."""
+        """Until everything that was begun is written. Other nodes' parts are waited for a little while only."""
+        self._is_ending.set()
         while self._tasks:
             await asyncio.wait(set(self._tasks))
+
+    @property
+    def lost(self) -> int:
+        """A step that could not be brought to storage, nor a later one; -1: none."""
+        return self._lost if self.newest is None or self.newest.step < self._lost else -1
 
     async def rescue(self, is_alone: bool) -> Found | None:
         """The job is over: bring the newest whole state to storage. What is there already need not be written.
         `is_alone`: no other node has a part of it."""
         await self.drain()
-        for step in sorted({kept.record.step for kept in self._vault.kept()}, reverse=True):
+        for step, view in sorted({(kept.record.step, kept.record.view) for kept in self._vault.kept()}, reverse=True):
             if self.newest is not None and self.newest.step >= step:
                 break
-            ours = [kept for kept in self._vault.kept() if kept.record.step == step]
+            ours = [kept for kept in self._vault.kept() if (kept.record.step, kept.record.view) == (step, view)]
             if is_alone and {kept.record.part for kept in ours} != set(range(ours[0].record.parts)):
                 continue
-            key = Key(self._url, ours[0].record.view, step)
-            said = Sealed(step, True)
-            troubles = await asyncio.gather(*(self._in_thread(self._write, key, kept, said) for kept in ours))
-            if not any(troubles) and not await self._until_published(key, RESCUE_WAIT_S):
-                break
-            await self._in_thread(self._abandon, key)
+            await asyncio.gather(*(self._persist(kept, Sealed(step, True), lambda why: None) for kept in ours))
         return self.newest
 
     async def close(self) -> None:
@@ -109,11 +129,20 @@ class Persister:
 
     async def _persist(self, kept: Kept, message: Sealed, tell: Callable[[str], None]) -> None:
         key = Key(message.url or self._url, kept.record.view, kept.record.step)
-        if not (trouble := await self._in_thread(self._write, key, kept, message)):
+        self._unwritten[key] = self._unwritten.get(key, 0) + 1
+        trouble = await self._in_thread(self._write, key, kept, message)
+        self._unwritten[key] -= 1
+        if trouble:
+            self._doomed[key] = trouble
+            self._lost = max(self._lost, key.step)
+        if not trouble:
             if key not in self._publishing:
-                self._publishing[key] = asyncio.create_task(self._until_published(key, UNPUBLISHED_MAX_S))
+                waiting = self._until_published(key, UNPUBLISHED_MAX_S, message.keep)
+                self._publishing[key] = asyncio.create_task(waiting)
             trouble = await self._publishing[key]
             self._publishing.pop(key, None)
+        if not self._unwritten[key]:
+            await self._in_thread(self._abandon if self._doomed.pop(key, "") else self._let_go, key)
         tell(trouble)
 
     def _write(self, key: Key, kept: Kept, message: Sealed) -> str:
@@ -136,24 +165,26 @@ class Persister:
         return ""
 
     def _attempt(self, key: Key, kept: Kept, message: Sealed) -> Writing:
-        record = kept.record
-        if key not in self._attempts:
-            about = About(
-                step=record.step,
-                world_size=record.parts,
-                shards=record.shards,
-                shares=record.shares,
-                view=record.view,
-                seed=record.seed,
-                created_unix_s=record.created_ns / 1e9,
-                job_id=self._job_id,
-                versions={"holdfast": importlib.metadata.version("holdfast")},
-                metrics=finite(message.metrics),
-                notes={**message.notes, "generators": "a function of seed, step and rank or slot"},
-            )
-            nonce = f"{_plain(self._job_id)}-v{record.view}"
-            self._attempts[key] = Writing(self._store(key.url), about, nonce)
-        return self._attempts[key]
+        with self._opening:
+            if key not in self._attempts:
+                self._attempts[key] = self._begin(key, kept.record, message)
+            return self._attempts[key]
+
+    def _begin(self, key: Key, record: Record, message: Sealed) -> Writing:
+        about = About(
+            step=record.step,
+            world_size=record.parts,
+            shards=record.shards,
+            shares=record.shares,
+            view=record.view,
+            seed=record.seed,
+            created_unix_s=record.created_ns / 1e9,
+            job_id=self._job_id,
+            versions={"holdfast": importlib.metadata.version("holdfast")},
+            metrics=finite(message.metrics),
+            notes={**message.notes, "generators": "a function of seed, step and rank or slot"},
+        )
+        return Writing(self._store(key.url), about, f"{_plain(self._job_id)}-v{record.view}")
 
     def _store(self, url: str) -> Store:
         if url not in self._stores:
@@ -162,40 +193,58 @@ class Persister:
 
     # --- all of them
 
-    async def _until_published(self, key: Key, patience_s: float) -> str:
+    async def _until_published(self, key: Key, patience_s: float, keep: str = "") -> str:
         """Why it is not, or nothing. Looks again now and then, as other nodes' parts make no sound."""
         give_up_at, wait_s = time.monotonic() + patience_s, RETRY_S_MIN
         while True:
+            if key in self._doomed:
+                return self._doomed[key]
             try:
                 found = await self._in_thread(self._attempts[key].publish)
             except (HoldfastError, OSError) as error:
                 log.warning(f"the checkpoint of step {key.step} is not published: {error}")
+                self._lost = max(self._lost, key.step)
                 return str(error)
             if found is not None:
                 self._note(key, found)
-                await self._in_thread(self._prune, key)
+                await self._in_thread(self._prune, key, keep or self._keep)
                 return ""
+            if self._is_ending.is_set() and not self._unwritten[key]:
+                give_up_at = min(give_up_at, time.monotonic() + RESCUE_WAIT_S)
             is_late = self.newest is not None and self.newest.step > key.step
             if time.monotonic() >= give_up_at or is_late:
                 return f"step {key.step} is not complete: parts of other nodes are missing"
-            await asyncio.sleep(wait_s)
+            await self._pause(wait_s)
             wait_s = min(wait_s * 2.0, RETRY_S_MAX)
 
+    async def _pause(self, wait_s: float) -> None:
+        """Shorter once the job is over."""
+        if self._is_ending.is_set():
+            await asyncio.sleep(min(wait_s, RESCUE_LOOK_S))
+            return
+        try:
+            await asyncio.wait_for(self._is_ending.wait(), wait_s)
+        except TimeoutError:
+            pass
+
     def _note(self, key: Key, found: Found) -> None:
-        self._attempts.pop(key, None)
         log.info(f"checkpoint of step {found.step} is complete: {found.url}")
         if key.url == self._url and (self.newest is None or found.step > self.newest.step):
             self.newest = found
             self._published(found.step, found.url)
 
-    def _prune(self, key: Key) -> None:
+    def _prune(self, key: Key, keep: str) -> None:
         try:
-            pruned = Catalogue(self._store(key.url)).prune(parse_policy(self._keep), trusted=[key.step])
+            pruned = Catalogue(self._store(key.url)).prune(parse_policy(keep), trusted=[key.step])
         except (HoldfastError, OSError) as error:
             log.warning(f"old checkpoints stay: {error}")
         else:
             for step in pruned.removed:
                 log.debug(f"checkpoint of step {step} removed, as --checkpoint-keep says")
+
+    def _let_go(self, key: Key) -> None:
+        if (attempt := self._attempts.pop(key, None)) is not None:
+            attempt.close()
 
     def _abandon(self, key: Key) -> None:
         attempt = self._attempts.pop(key, None)
@@ -212,7 +261,6 @@ class Persister:
 
     async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
-
 
 
 def _plain(job_id: str) -> str:

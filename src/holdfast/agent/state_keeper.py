@@ -17,14 +17,20 @@ import structlog
 
 from holdfast.agent.config import AgentConfig
 from holdfast.agent.persister import Persister
+from holdfast.agent.replicas.blocks import unpack
+from holdfast.agent.replicas.guests import Held as Guest
+from holdfast.agent.replicas.replication import NoImages, Replication
 from holdfast.agent.reports import Reports
 from holdfast.agent.vault import Vault, clear_orphans
+from holdfast.agent.vault_images import VaultImages
 from holdfast.agent.workers import Worker
 from holdfast.core.kept import KeptImage
 from holdfast.errors import HoldfastError
 from holdfast.storage.catalogue import Catalogue
 from holdfast.storage.stores import open_store
-from holdfast.wire.session import Held, Sealed, Written
+from holdfast.wire.bulk import Label
+from holdfast.wire.session import Held, HeldImage, Sealed, Written
+from holdfast.wire.slots import Record
 
 SAY_EVERY_S = 1.0
 """How soon the master hears of a new snapshot. When a worker ends it hears at once."""
@@ -37,19 +43,33 @@ class StateKeeper:
 
     def __init__(self, config: AgentConfig, reports: Reports) -> None:
         self._config, self._reports = config, reports
+        self._images: VaultImages | None = None
+        self.replication: Replication | None = None
+        """What this node holds for others, and others for it; None in an agent that is no node of a job."""
         self._said: tuple[KeptImage, ...] = ()
         self._saying: asyncio.TimerHandle | None = None
         self.is_on = config.snapshots.every >= 0 and bool(config.snapshot_dir)
         self.vault = Vault(Path(config.snapshot_dir or "/dev/shm"), config.node_id)
         self.persister = Persister(self.vault, config.checkpoint_keep, reports.checkpointed)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._finding = asyncio.Lock()
 
     def open(self, job_id: str, checkpoint_url: str) -> None:
         """The job has a name."""
         if self.is_on and not self.vault.is_open:
-            clear_orphans(Path(self._config.snapshot_dir))
             self.vault.open(job_id)
+            clear_orphans(Path(self._config.snapshot_dir))  # not before: ours may be what an earlier life has left
         self.persister.open(job_id, checkpoint_url)
+
+    def replicate(self) -> Replication:
+        """Begin to copy snapshots to other nodes, and to hold theirs."""
+        if self.is_on:
+            self._images = VaultImages(self.vault)
+        self.replication = Replication(self._config, self._images or NoImages(), self._is_elsewhere)
+        return self.replication
+
+    def _is_elsewhere(self, partner: str, seat: int, view: int, step: int) -> None:
+        log.debug(f"step {step} of local rank {seat} is on {partner} too")
 
     def need_room(self, worker: Worker, size_bytes: int) -> None:
         """For a worker with a seat."""
@@ -64,23 +84,44 @@ class StateKeeper:
         if message.wanted and worker.seat is not None:
             tell = (lambda why: worker.tell(Written(message.step, why))) if message.url else None
             self.persister.wanted(worker.seat, message, tell)
+        if self._images is not None:
+            self._images.note()
+        self._say_soon()
+
+    def _say_soon(self) -> None:
         if self._saying is None:
             self._saying = asyncio.get_running_loop().call_later(SAY_EVERY_S, self.say)
+
+    def begin_from(self, step: int) -> None:
+        """All workers have begun anew before this step."""
+        self.vault.forget_after(step)
+        if self.replication is not None:
+            self.replication.begin_from(step)
 
     def say(self, again: bool = False) -> None:
         """Tell the master what is in memory, if it does not know; `again`: another master may not know anything."""
         if self._saying is not None:
             self._saying.cancel()
             self._saying = None
-        records = [kept.record for kept in self.vault.kept()]
-        images = tuple(KeptImage(one.step, one.part, one.shards, one.shares) for one in records)
+        self.vault.note_life()
+        ours, others = [kept.record for kept in self.vault.kept()], [guest.label for guest in self._guests()]
+        images = (*(_kept(one) for one in ours), *(_kept(one, is_replica=True) for one in others))
         if images != self._said or (again and images):
             self._said = images
             self._reports.kept(images)
 
     def tell_held(self, worker: Worker, request: int) -> None:
-        """What is here to start from."""
-        worker.tell(Held(request, self.vault.held()))
+        """What is here to start from: of this node's seats, and of other nodes."""
+        self._beside(self._find_held(worker, request))
+
+    async def _find_held(self, worker: Worker, request: int) -> None:
+        if self.replication is not None:
+            async with self._finding:  # the node's workers ask at the same time: it is done once
+                await self.replication.rebuild_lost()
+        worker.tell(Held(request, (*self.vault.held(), *map(_held, self._guests()))))
+
+    def _guests(self) -> list[Guest]:
+        return self.replication.held if self.replication is not None else []
 
     async def finish(self, is_success: bool, is_alone: bool) -> str:
         """The workers are gone, the job is over: where its last state is, in words; empty if there is none."""
@@ -89,11 +130,10 @@ class StateKeeper:
         elif self.vault.is_open:
             await self.persister.rescue(is_alone)
         found = self.persister.newest
-        if is_success or found is not None or not self.vault.kept():
+        if self.persister.lost < 0:
             self.vault.remove()
         else:
-            step = self.vault.kept()[0].record.step
-            where = self._config.snapshot_dir
+            step, where = self.persister.lost, self._config.snapshot_dir
             log.warning(f"step {step} could not be brought to storage and stays in memory, in {where}")
         return found.url if found is not None else ""
 
@@ -103,6 +143,8 @@ class StateKeeper:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.replication is not None:
+            await self.replication.close()
         await self.persister.close()
         self.vault.close()
 
@@ -110,6 +152,26 @@ class StateKeeper:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _kept(one: Record | Label, is_replica: bool = False) -> KeptImage:
+    return KeptImage(one.step, one.part, one.shards, one.shares, one.view, is_replica)
+
+
+def _held(guest: Guest) -> HeldImage:
+    label = guest.label
+    return HeldImage(
+        path=str(guest.path),
+        step=label.step,
+        part=label.part,
+        shards=label.shards,
+        shares=label.shares,
+        size_bytes=label.size_bytes,
+        seed=label.seed,
+        first_step=label.first_step,
+        view=label.view,
+        checksums=tuple(unpack(label.checksums)),
+    )
 
 
 async def find_last_checkpoint(url: str) -> str:

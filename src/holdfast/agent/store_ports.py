@@ -25,7 +25,7 @@ class StorePorts:
     def offer(self) -> int:
         """A port of ours that no view has taken up."""
         if self._offered is None:
-            self._offered = _listen(self.address)
+            self._offered = listen(self.address)
         return int(self._offered.getsockname()[1])
 
     def promise(self, view: int, port: int) -> bool:
@@ -52,7 +52,7 @@ class StorePorts:
         self._promised.clear()
 
 
-def _listen(address: str) -> socket.socket:
+def listen(address: str) -> socket.socket:
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)

@@ -27,7 +27,7 @@ from pathlib import Path
 import structlog
 
 from holdfast.wire.session import HeldImage, Room
-from holdfast.wire.slots import SLOTS, Record, Seat, Wanted, map_image, populate, reading
+from holdfast.wire.slots import SLOTS, Record, Seat, Status, Wanted, map_image, populate, reading
 
 ROOM_STEP_BYTES = 4_096
 ORPHAN_AFTER_S = 3_600.0
@@ -81,6 +81,11 @@ class Vault:
         for found in sorted(directory.glob("seat-*")):
             self._seats[int(found.name.removeprefix("seat-"))] = Seat.create(found)
 
+    def note_life(self) -> None:
+        """It is in use: what nobody has used for long is cleared away when its owner is dead."""
+        if self._owner is not None:
+            os.utime(self._owner)
+
     async def grant(self, seat: int, size_bytes: int) -> Room:
         """Room for two images of a seat, or why there is none."""
         if self._directory is None:
@@ -130,15 +135,22 @@ class Vault:
         """Of an image that was read for storage or for another node."""
         self._checksums[kept.seat, kept.slot] = kept.record.created_ns, tuple(checksums)
 
+    def checksums(self, kept: Kept) -> list[int] | None:
+        """Of its blocks, if they are known."""
+        made_at, checksums = self._checksums.get((kept.seat, kept.slot), (0, ()))
+        return list(checksums) if made_at == kept.record.created_ns else None
+
+    def path(self, kept: Kept) -> Path:
+        return self._seats[kept.seat].path(kept.slot)
+
     def held(self) -> tuple[HeldImage, ...]:
         """What workers may restore from."""
         return tuple(self._held(kept) for kept in self.kept())
 
     def _held(self, kept: Kept) -> HeldImage:
         record = kept.record
-        known, checksums = self._checksums.get((kept.seat, kept.slot), (None, ()))
         return HeldImage(
-            path=str(self._seats[kept.seat].path(kept.slot)),
+            path=str(self.path(kept)),
             step=record.step,
             part=record.part,
             shards=record.shards,
@@ -146,17 +158,27 @@ class Vault:
             size_bytes=record.size_bytes,
             seed=record.seed,
             first_step=record.first_step,
-            checksums=checksums if known == record.created_ns else (),
+            view=record.view,
+            checksums=tuple(self.checksums(kept) or ()),
         )
+
+    def forget_after(self, step: int) -> None:
+        """The job has begun anew before this step: images of later ones are of a history that is no more."""
+        for seat in self._seats.values():
+            for slot, record in seat.sealed().items():
+                if record.step > step:
+                    seat.write(slot, record._replace(status=Status.EMPTY))
+            if seat.get("whole") > step:
+                seat.put(whole=-1)
 
     # --- the end
 
     def remove(self) -> None:
         """The job is over, and what was worth keeping is on storage."""
-        directory = self._directory
+        if (directory := self._directory) is not None:
+            shutil.rmtree(directory, ignore_errors=True)  # while it is ours: the next owner finds nothing, or all
         self.close()
         if directory is not None:
-            shutil.rmtree(directory, ignore_errors=True)
             _remove_empty(directory.parent, self._root)
 
     def close(self) -> None:

@@ -132,6 +132,7 @@ def build_config(options: RunOptions, environment: dict[str, str]) -> AgentConfi
         snapshots=snapshot_settings(options),
         snapshot_dir=options.snapshot_dir or f"/dev/shm/holdfast-{os.getuid()}",
         checkpoint_keep=options.checkpoint_keep,
+        failure_domain=options.failure_domain or "",
         hang_timeout_s=options.hang_timeout_s,
         failover=options.dynamic_failover_extension or "",
     )
@@ -214,6 +215,7 @@ def _master_plan(options: RunOptions, host: str, port: int, run_id: str) -> Mast
         "--spares": options.spares,
         "--spare-nodes": options.spare_nodes,
         "--replicas": options.replicas,
+        "--replica-parity": options.replica_parity,
         "--settle": options.settle_s,
         "--join-timeout": options.join_timeout_s,
         "--heartbeat-interval": options.heartbeat_interval_s,

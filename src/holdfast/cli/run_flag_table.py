@@ -178,11 +178,19 @@ RECOVERY = (
     ),
     _ours(
         "--replicas",
-        "copies of each shard in other ranks' memory, where the state is sharded",
+        "copies of each shard in other ranks' memory, and of each snapshot on other nodes, where the state is sharded",
         "N",
         1,
         parse=whole_number(0),
     ),
+    _ours(
+        "--replica-parity",
+        "keep snapshots as parity in groups of K nodes instead of as copies; 0 for copies",
+        "K",
+        0,
+        parse=whole_number(0),
+    ),
+    _ours("--failure-domain", "what this node would go down with, as a rack; its machine if not given", "NAME"),
     _ours(
         "--hang-timeout",
         "workers that make no progress for this long are hung: seconds, auto by the job's own step times, 0 never",
@@ -255,7 +263,7 @@ STATE = (
     ),
     _ours(
         "--checkpoint-keep",
-        "which checkpoints stay: last:N, every:STEPS, best:METRIC:min|max:N, with commas between; or all",
+        "which checkpoints stay: last:N, every:STEPS, best:METRIC:min|max:N, with commas between; every:1 is all",
         "POLICY",
         "last:3",
     ),

@@ -84,7 +84,9 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     recovery: tuple[Strategy, ...]  # rungs that may be used, in the ladder's order; exit is always there
     spares: int  # parked workers on each node, at least 0
     spare_nodes: int  # nodes beyond nnodes_max that may wait, at least 0
-    replicas: int  # copies of each shard in other ranks' memory, at least 0
+    replicas: int  # copies of each shard in other ranks' memory, and of snapshots on other nodes, at least 0
+    replica_parity: int  # nodes in a group that keeps snapshots as parity; 0: copies are kept
+    failure_domain: str | None  # what this node would go down with; None: its machine
     hang_timeout_s: float | None  # None: adaptive; 0: no limit
     dynamic_failover_extension: str | None  # module::Class
     state_dir: str  # where the master's journal is; ~ is already replaced
@@ -249,6 +251,11 @@ def _contradictions(options: RunOptions, namespace: Namespace) -> Iterator[str]:
                 f"{said(spare)} would wait for nothing, as {said('recovery')} leaves out recover, which takes spares:"
                 f" add recover to --recovery, or drop --{spare.replace('_', '-')}"
             )
+    if options.replica_parity == 1 or options.replica_parity > options.nnodes_max:
+        yield (
+            f"{said('replica_parity')} does not fit {said('nnodes')}: a group has at least 2 nodes, and at most as many"
+            " as there are"
+        )
     if not options.rdzv_id and not options.standalone:
         yield "--rdzv-id is empty: give every node of the job the same name, or leave the flag out"
     if not options.state_dir:

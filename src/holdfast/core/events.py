@@ -23,6 +23,10 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     requested_rank: int | None = None
     log_dir: str = ""
     """Where its workers' output is kept: <log_dir>/attempt_<view - 1>/<local rank>/."""
+    domain: str = ""
+    """What it would go down with (a rack, a power supply); empty: its machine."""
+    bulk_port: int = 0
+    """Where it takes in other nodes' snapshots; 0: it takes none."""
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,6 +12,7 @@ from holdfast.core import records as r
 from holdfast.core.copies import Holder, Seats, layout_of, reseat
 from holdfast.core.invariants import check_after
 from holdfast.core.ladder import Strategy
+from holdfast.core.placement import Site, parity_groups, place
 from holdfast.core.state import (
     FAILURES_PER_INCIDENT_MAX,
     GONE_NODES_MAX,
@@ -188,7 +189,19 @@ def _form_view(job: Job, record: r.ViewFormed) -> None:
         leases.begin_life(job.streams, view.number)
     job.phase = Serving()
     job.nodes[view.store_node_id].store_port = 0  # a store serves one view only
+    _place_snapshots(job, view)
     _clear_progress(job)
+
+
+def _place_snapshots(job: Job, view: View) -> None:
+    """Among the members that can hold any."""
+    infos = [(m.node_id, job.nodes[m.node_id].info) for m in view.members]
+    sites = [Site(node_id, info.domain or info.machine_id) for node_id, info in infos if info.bulk_port]
+    if job.settings.replica_parity:
+        groups = parity_groups(sites, job.settings.replica_parity, tuple(dict.fromkeys(job.parity.values())))
+        job.parity = {node_id: group for group in groups for node_id in group}
+    else:
+        job.placement = place(sites, job.settings.replicas, job.placement)
 
 
 def _count_try(job: Job, incident: Incident, record: r.ViewFormed) -> None:

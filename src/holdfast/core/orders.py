@@ -16,6 +16,15 @@ from holdfast.core.troubles import dumping, online
 from holdfast.core.views import Member, View
 
 
+class Peer(msgspec.Struct, frozen=True, kw_only=True):
+    """Another node, as far as keeping snapshots goes."""
+
+    node_id: str
+    address: str
+    bulk_port: int
+    workers: int
+
+
 class Serve(msgspec.Struct, frozen=True, kw_only=True, tag="serve"):
     """Run these workers of this view, and no others."""
 
@@ -47,6 +56,12 @@ class Serve(msgspec.Struct, frozen=True, kw_only=True, tag="serve"):
     """How many parked workers to keep beside."""
     session: SessionInfo | None
     """What is known of the workers' state; None until they have said so."""
+    partners: tuple[Peer, ...] = ()
+    """Those who keep this node's snapshots."""
+    guests: tuple[Peer, ...] = ()
+    """Those whose snapshots it keeps."""
+    parity: tuple[Peer, ...] = ()
+    """The group, itself included, that keeps its snapshots as parity."""
 
 
 class Hold(msgspec.Struct, frozen=True, kw_only=True, tag="hold"):
@@ -188,6 +203,18 @@ def _serve(job: Job, view: View, member: Member) -> Serve:
         replaced=tuple(local_rank for node_id, local_rank in view.replaced if node_id == member.node_id),
         spares=_spares_beside(job, member),
         session=job.session,
+        partners=_peers(job, job.placement.partners.get(member.node_id, ())),
+        guests=_peers(job, job.placement.guests.get(member.node_id, ())),
+        parity=_peers(job, job.parity.get(member.node_id, ())),
+    )
+
+
+def _peers(job: Job, node_ids: tuple[str, ...]) -> tuple[Peer, ...]:
+    """Of this view's members, also of one that is just being lost."""
+    found = [(node, job.members[node_id]) for node_id in node_ids if (node := job.nodes.get(node_id))]
+    return tuple(
+        Peer(node_id=n.node_id, address=n.info.address, bulk_port=n.info.bulk_port, workers=m.workers)
+        for n, m in found
     )
 
 

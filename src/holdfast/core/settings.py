@@ -25,7 +25,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Nodes beyond the maximum that may join, with all their workers parked, to take a lost node's place."""
 
     replicas: int = 1
-    """Copies of each shard in other ranks' memory, where the state is sharded and has no copy by itself."""
+    """Copies of each shard in other ranks' memory, where the state is sharded and has no copy by itself; and on how
+    many other nodes the agents keep a node's snapshots."""
+
+    replica_parity: int = 0
+    """Snapshots are kept as parity in groups of so many nodes, instead of as copies: any one node's follow from the
+    others', for 1/(K-1) of the memory. 0: as copies, which outlive more and are quicker to have."""
 
     rung_tries_max: int = 3
     """How often one rung may be tried in one incident. A fault during a recovery is no reason to give the rung up; the

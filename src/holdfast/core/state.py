@@ -13,6 +13,7 @@ from holdfast.core.kept import KeptImage, Safety
 from holdfast.core.ladder import Strategy
 from holdfast.core.leases import Streams
 from holdfast.core.ledger import Ledger
+from holdfast.core.placement import NOWHERE, Placement
 from holdfast.core.records import IncidentClosed, IncidentKind, JobFinished, WorkersStuck
 from holdfast.core.settings import Settings
 from holdfast.core.views import Member, View
@@ -201,6 +202,10 @@ class Job:
     """The same of the view before, for news of it that come late."""
     ledger: Ledger = field(default_factory=Ledger)
     """Which samples the committed steps were made of."""
+    placement: Placement = NOWHERE
+    """Which nodes of the view keep whose snapshots. Follows from the views there were, so no record tells it."""
+    parity: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """The same where they are kept as parity: the group of each."""
     streams: Streams = field(default_factory=Streams)
     """Which shards were leased, and which could not be read."""
     images: dict[str, tuple[KeptImage, ...]] = field(default_factory=dict)

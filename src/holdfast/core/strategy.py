@@ -43,7 +43,7 @@ import msgspec
 from holdfast.core import plans
 from holdfast.core.copies import lack
 from holdfast.core.faults import is_collateral
-from holdfast.core.kept import whole_steps
+from holdfast.core.kept import whole_at_least
 from holdfast.core.ladder import FailoverStrategy, Strategy
 from holdfast.core.plans import Damage, Plan
 from holdfast.core.state import Job
@@ -159,9 +159,9 @@ def _start_anew(job: Job, trouble: Trouble, reason: str) -> Choice:
 
 
 def _in_memory(job: Job) -> int:
-    """The newest step that is whole in the memory of the nodes that can go on; -1: none."""
+    """A step that is whole in the memory of the nodes that can go on, as far as is known; -1: none."""
     able = {node_id for node_id, node in job.nodes.items() if node.eligible}
-    return max(whole_steps(one for node_id, held in job.images.items() if node_id in able for one in held), default=-1)
+    return whole_at_least(one for node_id, held in job.images.items() if node_id in able for one in held)
 
 
 def _why_not_online(job: Job) -> str:
@@ -172,5 +172,5 @@ def _why_not_online(job: Job) -> str:
         return "some workers have finished already"
     missing = lack(living_holders(job)) if any(job.crew.values()) else "the workers have no state yet"
     step = _in_memory(job)
-    source = f"step {step} in the nodes' memory" if step >= 0 else "the last checkpoint"
+    source = f"step {step} or later in the nodes' memory" if step >= 0 else "the last checkpoint"
     return f"{missing}, so all start from {source}"

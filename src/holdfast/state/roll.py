@@ -12,7 +12,7 @@ way) are looked through every time.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import torch
@@ -54,10 +54,11 @@ class _Known:
     def is_as_it_was(self) -> bool:
         if any(len(container) != size for container, size in self.sizes):
             return False
-        for holder, key, thing, look in self.places:
-            if holder.get(key) is not thing or (look is not None and _look(thing) != look):
-                return False
-        return True
+        return all(
+            place.holder.get(place.key) is place.thing
+            and (not place.look or _look(cast(torch.Tensor, place.thing)) == place.look)
+            for place in self.places
+        )
 
 
 class Roll:

@@ -48,7 +48,8 @@ class LastN(Struct, Policy, frozen=True):
     count: int
 
     def keeps(self, candidates: Sequence[Candidate]) -> dict[int, str]:
-        return {item.step: f"one of the last {self.count}" for item in candidates[: self.count]}
+        why = "the newest" if self.count == 1 else f"one of the last {self.count}"
+        return {item.step: why for item in candidates[: self.count]}
 
     def __str__(self) -> str:
         return f"last:{self.count}"
@@ -77,7 +78,8 @@ class BestBy(Struct, Policy, frozen=True):
         sign = 1.0 if self.mode == "min" else -1.0
         measured = [(value, item.step) for item in candidates if (value := item.metrics.get(self.metric)) is not None]
         best = sorted(measured, key=lambda pair: (sign * pair[0], -pair[1]))[: self.count]
-        return {step: f"{self.metric} {value:g} is one of the {self.count} best" for value, step in best}
+        why = "is the best" if self.count == 1 else f"is one of the {self.count} best"
+        return {step: f"{self.metric} {value:g} {why}" for value, step in best}
 
     def __str__(self) -> str:
         return f"best:{self.metric}:{self.mode}:{self.count}"

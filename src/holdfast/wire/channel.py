@@ -12,7 +12,6 @@ import contextlib
 import os
 import secrets
 from collections.abc import Awaitable, Callable, Iterator
-from pathlib import Path
 from typing import Any, TypeVar
 
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # a connection that ends is our news to tell, not gRPC's
@@ -21,7 +20,7 @@ import grpc
 import grpc.aio
 import msgspec
 
-from holdfast.errors import AuthenticationError, UsageError, WireError
+from holdfast.errors import AuthenticationError, WireError
 from holdfast.wire.gate import Gate, Stranger, guest_name
 from holdfast.wire.messages import FromMaster, ToMaster
 from holdfast.wire.secure import (
@@ -36,6 +35,7 @@ from holdfast.wire.secure import (
     derive,
     new_nonce,
 )
+from holdfast.wire.tls import Tls as Tls
 
 METHOD = "/holdfast.Control/Connect"
 PAGE_FRAME_BYTES_MAX = 64 * 1024 * 1024
@@ -73,23 +73,6 @@ _opening = msgspec.msgpack.Decoder(Opening)
 _challenge = msgspec.msgpack.Decoder(Challenge)
 _response = msgspec.msgpack.Decoder(Response)
 T = TypeVar("T")
-
-
-class Tls(msgspec.Struct, frozen=True):
-    """Files for TLS. With `ca`, the server demands a certificate of the client too (mutual TLS)."""
-
-    cert: str
-    key: str
-    ca: str = ""
-
-    def read(self) -> tuple[bytes, bytes, bytes | None]:
-        """Their contents."""
-        try:
-            ca = Path(self.ca).read_bytes() if self.ca else None
-            return Path(self.cert).read_bytes(), Path(self.key).read_bytes(), ca
-        except OSError as error:
-            flags = "--tls-cert, --tls-key, --tls-ca"
-            raise UsageError(f"cannot read {error.filename}: {error.strerror} ({flags})") from error
 
 
 class ClientConnection:

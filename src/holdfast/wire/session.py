@@ -149,6 +149,8 @@ class Sealed(msgspec.Struct, frozen=True, tag="sealed"):
     notes: dict[str, str] = {}
     url: str = ""
     """Where to; empty: where the job's checkpoints are. Of one that says so, it wants to know what comes of it."""
+    keep: str = ""
+    """Which checkpoints stay there; empty: as the job's do."""
 
 
 class AskHeld(msgspec.Struct, frozen=True, tag="ask-held"):
@@ -226,6 +228,8 @@ class HeldImage(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: int
     seed: int
     first_step: int
+    view: int = 0
+    """In which it was copied: parts of one step, but of two views, do not belong together."""
     checksums: tuple[int, ...] = ()
     """Of its blocks (storage/image.py), where they are known."""
 

@@ -13,7 +13,8 @@ own.
 
 Who reads an image (the agent that persists or replicates it, a worker that restores from it) holds a shared lock on its
 file, who writes it an exclusive one. Nobody waits for a lock: a worker whose slot is being read leaves a snapshot out.
-The kernel takes the locks back from whoever dies.
+The kernel takes the locks back from whoever dies. (A lock belongs to an open file, which a forked process shares: a
+data loader's process, which may outlive its worker for a while, lets go of it at once.)
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import fcntl
 import mmap
 import os
 import struct
+import weakref
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -191,6 +193,7 @@ class ImageLock:
     def __init__(self, path: Path, *, is_writable: bool) -> None:
         self._descriptor = os.open(path, (os.O_RDWR if is_writable else os.O_RDONLY) | os.O_CLOEXEC)
         self._kind = fcntl.LOCK_EX if is_writable else fcntl.LOCK_SH
+        _open_locks.add(self)
 
     def take(self) -> bool:
         """False: somebody else has it."""
@@ -204,7 +207,20 @@ class ImageLock:
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        os.close(self._descriptor)
+        if self in _open_locks:
+            _open_locks.discard(self)
+            os.close(self._descriptor)
+
+
+_open_locks: weakref.WeakSet[ImageLock] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    for lock in list(_open_locks):
+        lock.close()
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 @contextmanager

@@ -75,13 +75,18 @@ class Checkpointer:
         """Load the newest checkpoint that every rank can load; its step, or None if there is none."""
         tracked, talking = Tracked(**objects), talk.outside()
         shards = shards_of(tracked.modules().values())
+        trouble: CheckpointError | None = None
         if self._line is not None:
-            stored = checkpoints.newest(self._url)
-            (newer_than,) = talking.agree((stored.step if stored else -1,))
+            (newer_than,) = talking.agree((checkpoints.newest_step(self._url),))
             local = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-            if recalled := recall(self._line.held(), *local, shards, tracked, newer_than, talking):
-                return recalled.step
+            try:
+                if recalled := recall(self._line.held(), *local, shards, tracked, newer_than, talking):
+                    return recalled.step
+            except CheckpointError as error:
+                trouble = error
         self.loaded = checkpoints.restore(self._url, tracked, shards, talking)
+        if self.loaded is None and trouble is not None:
+            raise trouble  # the objects may hold a mixture: they cannot be started with
         return self.loaded.step if self.loaded is not None else None
 
     def wait(self) -> None:
@@ -119,7 +124,7 @@ class Checkpointer:
         self._tracked = Tracked(**objects)
         shards = shards_of(self._tracked.modules().values())
         if self._line is not None:
-            self._keeper = AgentKeeper(self._line, self._url)
+            self._keeper = AgentKeeper(self._line, self._url, str(self._policy))
         else:
             self._keeper = OwnKeeper(self._store, self._policy, _attempt(talking), self._about)
         self._snapshots = Snapshots(self._keeper, self._tracked, Settings(), lambda: (self._metrics, {}))
@@ -151,8 +156,8 @@ class Checkpointer:
 class AgentKeeper:
     """The agent, at the other end of a line (snapshots.Keeper)."""
 
-    def __init__(self, line: Line, url: str) -> None:
-        self._line, self._url = line, url
+    def __init__(self, line: Line, url: str, keep: str) -> None:
+        self._line, self._url, self._keep = line, url, keep
         self._waited_for: list[int] = []
 
     @property
@@ -161,7 +166,7 @@ class AgentKeeper:
 
     def tell(self, message: NeedRoom | Sealed) -> None:
         if isinstance(message, Sealed):
-            message = msgspec.structs.replace(message, url=self._url)
+            message = msgspec.structs.replace(message, url=self._url, keep=self._keep)
             self._waited_for.append(message.step)
         self._line.tell(message)
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import torch
 
 from holdfast import __version__
-from holdfast.errors import CheckpointError, SettleError, StateError
+from holdfast.errors import CheckpointError, SettleError, StateError, StorageError
 from holdfast.state.parts import FilePart, PartSource, RangePart, load_parts, write_image
 from holdfast.state.tracked import Tracked
 from holdfast.state.tree import Flat
@@ -76,6 +76,17 @@ def newest(url: str, before: int | None = None) -> Found | None:
         except CheckpointError as error:
             log.warning("checkpoint passed over: %s", error)
     return None
+
+
+def newest_step(url: str) -> int:
+    """Of the newest that can be opened; -1 if there is none, or if storage cannot be asked: what is in memory is good
+    without it."""
+    try:
+        found = newest(url)
+    except StorageError as error:
+        log.warning("storage cannot be asked for checkpoints: %s", error)
+        return -1
+    return found.step if found is not None else -1
 
 
 def restore(url: str, tracked: Tracked, shards: int, talk: Talk) -> Found | None:

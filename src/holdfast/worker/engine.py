@@ -22,7 +22,7 @@ import torch.distributed as dist
 from holdfast.core.events import SessionInfo
 from holdfast.core.leases import NEWS_MAX
 from holdfast.data.randomness import set_generators, slot_key
-from holdfast.errors import SettleError
+from holdfast.errors import CheckpointError, SettleError
 from holdfast.state.snapshot import Snapshot
 from holdfast.state.tracked import Tracked
 from holdfast.wire.progress import Phase
@@ -33,7 +33,7 @@ from holdfast.worker.membership import bare
 from holdfast.worker.models import align_buffers, is_sharded, reset_models, shards_of
 from holdfast.worker.replicas import Ring
 from holdfast.worker.settling import Settlement, Standing
-from holdfast.worker.snapshots import Cut, Snapshots
+from holdfast.worker.snapshots import NO_WORDS, Cut, Snapshots
 from holdfast.worker.transaction import TRIAL_STEPS, Copy, RepeatStep, Transaction
 from holdfast.worker.witness import Witness, describe, mark_of
 
@@ -65,6 +65,8 @@ class Engine:
         self._keeps_copy = True
         self._transaction: Transaction | None = None
         self._snapshots: Snapshots | None = None
+        self._recalled = -1
+        """The step that all have started from, if it was in the agents' memory."""
         self._witness = Witness(self._page)
         self.logged: dict[str, float] = {}
         """What the script said of its last committed step."""
@@ -95,20 +97,27 @@ class Engine:
         self._shard = dist.get_rank() % self._shards
         if self._builds_alone or not self._launched.checkpoint_dir:
             return
-        if recalled := self._recall():
+        trouble: CheckpointError | None = None
+        try:
+            recalled = self._recall()
+        except CheckpointError as error:
+            recalled, trouble = None, error
+        if recalled is not None:
             self.next_step, self._seed, self._first_step = recalled.step, recalled.seed, recalled.step
+            self._recalled = recalled.step
         elif found := checkpoints.restore(
             self._launched.checkpoint_dir, self._tracked, self._shards, talk.in_session()
         ):
             self.next_step = self._first_step = found.step
             self._seed = found.about.seed
+        elif trouble is not None:
+            raise trouble  # the objects may hold a mixture: they cannot be started with
 
     def _recall(self) -> recalling.Choice | None:
         place = self.membership.place if self.membership else None
-        if self._line is None or place is None or self._launched.snapshots.every < 0:
+        if self._line is None or place is None:
             return None
-        stored = checkpoints.newest(self._launched.checkpoint_dir)
-        (newer_than,) = groups.agree((stored.step if stored else -1,))
+        (newer_than,) = groups.agree((checkpoints.newest_step(self._launched.checkpoint_dir),))
         held = self._line.held()
         return recalling.recall(
             held,
@@ -130,6 +139,7 @@ class Engine:
             return
         if self._launched.snapshots.every >= 0:
             self._snapshots = Snapshots(self._line, self._tracked, self._launched.snapshots, self._describe)
+            self._snapshots.known_whole = self._recalled
         self._page.move(phase=Phase.PARKED)
         self._witness.attach(self._witnessed().values())
         self._line.tell(Ready(self._session_info(), describe(self._witnessed())))
@@ -346,7 +356,7 @@ class Engine:
         assert self._line is not None
         tail, dear = int(self.transaction.saw_tail), int(self.transaction.is_copy_dear)
         mark = mark_of(self._witnessed().values())
-        kept = self._snapshots.words(self.next_step) if self._snapshots is not None else ()
+        kept = self._snapshots.words(self.next_step) if self._snapshots is not None else NO_WORDS
         step, unlike, told, any_tail, any_dear, data, unlike_data, *kept_by_all = groups.agree(
             (self.next_step, -self.next_step, self._line.told_view, tail, dear, mark, -mark, *kept)
         )

@@ -8,7 +8,9 @@ all together:
     3  what a worker needs and its own node has not, is sent to it, part by part, by the worker that offers it
     4  everybody loads: its own shard, if the world is cut as before, or what it needs of all
 
-If one of them cannot load what it got, nobody uses it: a checkpoint is the next best source.
+If one of them cannot load what it got, nobody uses it: the step before it, then a checkpoint, are the next best.
+Parts of one step belong together only if they were copied in the same view: a step that was gone back from is made
+again, and need not come out the same.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,12 +30,12 @@ from holdfast.errors import CheckpointError, StateError
 from holdfast.state.parts import MemoryPart, PartSource, load_parts
 from holdfast.state.tracked import Tracked
 from holdfast.wire.session import HeldImage
-from holdfast.wire.slots import ImageLock
+from holdfast.wire.slots import ImageLock, Seat, Status
 from holdfast.worker.talk import Talk
 
 OFFERS_MAX = 64
 """Images one worker may offer."""
-WORDS = 7
+WORDS = 8
 _TAG = 9_201
 
 log = logging.getLogger(__name__)
@@ -49,18 +51,30 @@ class Offer(NamedTuple):
     size_bytes: int
     seed: int
     first_step: int
+    view: int
+
+
+class Key(NamedTuple):
+    """Images that agree in all of this are parts of one state."""
+
+    step: int
+    shards: int
+    shares: int
+    view: int
 
 
 class Choice(NamedTuple):
     """The step that is taken, and who serves each of its parts."""
 
-    step: int
-    shards: int
-    shares: int
+    key: Key
     seed: int
     first_step: int
     servers: dict[int, tuple[int, int]]
     """Part → rank, size in bytes."""
+
+    @property
+    def step(self) -> int:
+        return self.key.step
 
 
 def recall(
@@ -73,84 +87,106 @@ def recall(
     talk: Talk,
 ) -> Choice | None:
     """Load the newest state that is whole in the nodes' memory, if it is of a later step than `newer_than`. All ranks
-    at once. None: there is none, or it could not be loaded; then the objects may hold a mixture."""
+    at once. None: there is none. Raises CheckpointError if there is one that could not be loaded, on any rank: then the
+    objects may hold a mixture, and must be loaded from another source."""
     mine = sorted(held, key=lambda one: one.path)
     offered = [one for index, one in enumerate(mine) if index % local_world_size == local_rank][:OFFERS_MAX]
-    choice = choose([_offers(row) for row in talk.gather(_words(offered))], newer_than)
-    if choice is None:
-        return None
-    trouble = ""
-    with ExitStack() as stack:
-        try:
-            sources = _gather_parts(choice, mine, shards, talk, stack)
-            same_cut = choice.shards == shards and choice.shards * choice.shares == talk.size
-            shard = talk.rank % shards if same_cut else None
-            load_parts(sources, choice.shards, choice.shares, tracked, shard=shard)
-        except (CheckpointError, StateError) as error:
-            trouble = str(error)
-    if talk.agree((int(bool(trouble)),))[0]:
-        log.warning("step %d in memory cannot be used: %s", choice.step, trouble or "another rank cannot load it")
-        return None
-    return choice
+    rows = [_offers(row) for row in talk.gather(_words(offered))]
+    refused: dict[Key, str] = {}
+    while (choice := choose(rows, newer_than, refused)) is not None:
+        trouble = _load(choice, mine, shards, tracked, talk)
+        if not talk.agree((int(bool(trouble)),))[0]:
+            return choice
+        refused[choice.key] = trouble or "another rank cannot load it"
+        log.warning("step %d in memory cannot be used: %s", choice.step, refused[choice.key])
+    if refused:
+        raise CheckpointError("; ".join(f"step {key.step} in memory: {why}" for key, why in refused.items()))
+    return None
 
 
-def choose(rows: Sequence[Sequence[Offer]], newer_than: int) -> Choice | None:
-    """The newest step of which every part is on offer; of two cuts of it, the finer. The same on every rank."""
-    found: dict[tuple[int, int, int], Choice] = {}
+def choose(rows: Sequence[Sequence[Offer]], newer_than: int, refused: Collection[Key] = ()) -> Choice | None:
+    """The newest step of which every part is on offer; of two cuts of it, the later. The same on every rank."""
+    found: dict[Key, Choice] = {}
     for rank, row in enumerate(rows):
         for offer in row:
-            key = (offer.step, offer.shards, offer.shares)
-            blank = Choice(offer.step, offer.shards, offer.shares, offer.seed, offer.first_step, {})
-            found.setdefault(key, blank).servers.setdefault(offer.part, (rank, offer.size_bytes))
-    whole = [one for one in found.values() if len(one.servers) == one.shards * one.shares and one.step > newer_than]
-    return max(whole, key=lambda one: (one.step, one.shards, one.shares), default=None)
+            key = Key(offer.step, offer.shards, offer.shares, offer.view)
+            known = found.setdefault(key, Choice(key, offer.seed, offer.first_step, {}))
+            known.servers.setdefault(offer.part, (rank, offer.size_bytes))
+    whole = [
+        one
+        for key, one in found.items()
+        if len(one.servers) == key.shards * key.shares and key.step > newer_than and key not in refused
+    ]
+    return max(whole, key=lambda one: (one.step, one.key.view, one.key.shards, one.key.shares), default=None)
+
+
+def _load(choice: Choice, mine: Sequence[HeldImage], shards: int, tracked: Tracked, talk: Talk) -> str:
+    """What is wrong with it, for this rank; nothing if it is loaded."""
+    key, trouble = choice.key, ""
+    here = {one.part: one for one in mine if Key(one.step, one.shards, one.shares, one.view) == key}
+    needed = _needed(choice, shards, talk.rank)
+    with ExitStack() as stack:
+        mapped: dict[int, mmap.mmap] = {}
+        try:
+            for part, image in here.items():
+                if part in needed or choice.servers[part][0] == talk.rank:
+                    mapped[part] = _mapped(image, stack)
+        except (CheckpointError, OSError) as error:
+            trouble = str(error)
+        if talk.agree((int(bool(trouble)),))[0]:  # before anybody waits for a part that will not come
+            return trouble or "another rank cannot read what it has of it"
+        received = _exchange(choice, needed, mapped, talk)
+        sources: dict[int, PartSource] = {
+            part: MemoryPart(memoryview(mapped[part]), here[part].checksums or None, here[part].path)
+            if part in mapped
+            else MemoryPart(memoryview(received[part]), None, f"part {part} from rank {choice.servers[part][0]}")
+            for part in needed
+        }
+        try:
+            shard = talk.rank % shards if key.shards == shards else None
+            load_parts(sources, key.shards, key.shares, tracked, shard=shard)
+        except (CheckpointError, StateError) as error:
+            trouble = str(error)
+    return trouble
 
 
 def _needed(choice: Choice, shards: int, rank: int) -> list[int]:
     """The parts of our shard, if the state is cut as ours; else all of them."""
-    if choice.shards != shards:
+    if choice.key.shards != shards:
         return sorted(choice.servers)
     return [part for part in sorted(choice.servers) if part % shards == rank % shards]
 
 
-def _gather_parts(
-    choice: Choice, mine: Sequence[HeldImage], shards: int, talk: Talk, stack: ExitStack
-) -> dict[int, PartSource]:
-    """All parts that we need, those of other nodes sent by who has them."""
-    cut = (choice.step, choice.shards, choice.shares)
-    here = {one.part: one for one in mine if (one.step, one.shards, one.shares) == cut}
-    needed = _needed(choice, shards, talk.rank)
-    missing = {part for part in needed if part not in here}
+def _exchange(
+    choice: Choice, needed: Sequence[int], mapped: Mapping[int, mmap.mmap], talk: Talk
+) -> dict[int, mmap.mmap]:
+    """The parts that we need and that are not on our node, sent by who has them."""
+    missing = {part for part in needed if part not in mapped}
     rows = talk.gather([int(part in missing) for part in sorted(choice.servers)])
     kept: list[Any] = []
-    sources: dict[int, PartSource] = {}
+    received: dict[int, mmap.mmap] = {}
     for index, part in enumerate(sorted(choice.servers)):
         server, size_bytes = choice.servers[part]
         receivers = [rank for rank, row in enumerate(rows) if row[index]]
         if server == talk.rank and receivers:
-            tensor = torch.frombuffer(_mapped(here[part], stack), dtype=torch.uint8)
+            tensor = torch.frombuffer(mapped[part], dtype=torch.uint8)
             kept += [(dist.isend(tensor, rank, tag=_TAG), tensor) for rank in receivers]
         elif part in missing:
-            memory = mmap.mmap(-1, size_bytes)
-            dist.recv(torch.frombuffer(memory, dtype=torch.uint8), server, tag=_TAG)
-            sources[part] = MemoryPart(memoryview(memory), None, f"part {part} from rank {server}")
+            received[part] = mmap.mmap(-1, size_bytes)
+            dist.recv(torch.frombuffer(received[part], dtype=torch.uint8), server, tag=_TAG)
     for sending, _ in kept:
         sending.wait()
-    for part in needed:
-        if part in here:
-            image = here[part]
-            memory = _mapped(image, stack)
-            sources[part] = MemoryPart(memoryview(memory), image.checksums or None, image.path)
-    return sources
+    return received
 
 
 def _mapped(image: HeldImage, stack: ExitStack) -> mmap.mmap:
     """An image, as a private mapping; nobody overwrites it before the stack is left."""
-    lock = ImageLock(Path(image.path), is_writable=False)
+    path = Path(image.path)
+    lock = ImageLock(path, is_writable=False)
     stack.callback(lock.close)
-    if not lock.take():
-        raise CheckpointError(f"{image.path} is being overwritten")
-    descriptor = os.open(image.path, os.O_RDONLY | os.O_CLOEXEC)
+    if not lock.take() or not _is_still(image, path):
+        raise CheckpointError(f"{path} is being overwritten")
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return mmap.mmap(
             descriptor, image.size_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
@@ -159,12 +195,39 @@ def _mapped(image: HeldImage, stack: ExitStack) -> mmap.mmap:
         os.close(descriptor)
 
 
+def _is_still(image: HeldImage, path: Path) -> bool:
+    """Whether a slot of a seat holds what the agent said. A worker of an agent that was killed may have lived on for a
+    moment, and written to it."""
+    if not (path.parent / "control").exists():
+        return True  # a replica: its agent's own
+    seat = Seat.open(path.parent)
+    try:
+        record = seat.record(int(path.name.removeprefix("image-")))
+    finally:
+        seat.close()
+    return (record.status, record.step, record.view, record.part) == (
+        Status.SEALED,
+        image.step,
+        image.view,
+        image.part,
+    )
+
+
 def _words(offered: Sequence[HeldImage]) -> list[int]:
     """Of each, steps counted from one, so that zero is nothing."""
     said = [
         word
         for one in offered
-        for word in (one.step + 1, one.part, one.shards, one.shares, one.size_bytes, one.seed, one.first_step)
+        for word in (
+            one.step + 1,
+            one.part,
+            one.shards,
+            one.shares,
+            one.size_bytes,
+            one.seed,
+            one.first_step,
+            one.view,
+        )
     ]
     return said + [0] * (WORDS * OFFERS_MAX - len(said))
 

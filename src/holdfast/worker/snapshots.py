@@ -49,6 +49,9 @@ PATIENCE_S = 600.0
 """How long a copy that must be made may wait for a slot whose state is still being written to storage."""
 
 
+NO_WORDS = (0, 0, 0, 0)
+"""Of a rank whose node keeps no snapshots: it has none and can make none, so nobody does. As many as the others say."""
+
 Describe = Callable[[], tuple[dict[str, float], dict[str, str]]]
 """Metrics, and whatever else a checkpoint's manifest should say."""
 
@@ -114,6 +117,10 @@ class Snapshots:
         self._planned: PartPlan | None = None
         self._is_next = self._is_wanted_next = False
         """What was agreed for the step that begins now."""
+        self._is_owed = False
+        """Whether a checkpoint was due and could not be made: the next step makes it."""
+        self.known_whole = -1
+        """The step that all ranks have started from, if it was in their agents' memory: it is whole."""
         self._last = -1
         """The step of the last copy that all were to make in this view, whether this rank could or not."""
         self._moving: threading.Thread | None = None
@@ -138,7 +145,7 @@ class Snapshots:
     def words(self, step: int) -> tuple[int, int, int, int]:
         """Of the step that is being committed. The largest of each counts, so what must be the lowest is negative."""
         after = step + 1
-        wanted = self._wants_checkpoint(after)
+        wanted = self._is_owed or self._wants_checkpoint(after)
         can = self._room_is_there() and self._free_slot() is not None
         return -int(self._has_last()), -int(can), self._interval(), int(wanted)
 
@@ -149,8 +156,9 @@ class Snapshots:
             if has:
                 self._seat.put(whole=self._last)
             self._seat.put(every=every, cost_ns=int(1e9 * self._stall_s), step_ns=int(1e9 * self._step_s))
-            if wanted and not can:
+            if wanted and not can and not self._is_owed:
                 self._seat.count("skipped")
+        self._is_owed = bool(wanted) and not can
         due = self._last < 0 or step + 1 - self._last >= every or bool(wanted)
         self._is_next = bool(can) and due
         self._is_wanted_next = self._is_next and bool(wanted)
@@ -364,13 +372,18 @@ class Snapshots:
         free = [
             (record.status is Status.SEALED, record.step, number)
             for number, record in enumerate(records)
-            if not (record.status is Status.SEALED and (record.step == whole or record.wanted == Wanted.YES))
+            if not (record.status is Status.SEALED and (record.step == whole or self._is_awaited(record)))
         ]
         for _, _, number in sorted(free):
             if self._slots[number].lock.take():
                 self._slots[number].lock.release()
                 return number
         return None
+
+    def _is_awaited(self, record: Record) -> bool:
+        """Whether the agent was told to write it to storage and has not begun. Of another view: it may never have been
+        told, as the one who should have is dead, and nobody waits for that."""
+        return record.wanted == Wanted.YES and record.view == self._view
 
     def _room_is_there(self) -> bool:
         """Whether the agent has made room, and we have moved in. Mapping it takes a while: nobody waits for that."""
@@ -400,6 +413,9 @@ class Snapshots:
                 slots.append(_Slot(memory, ImageLock(seat.path(number), is_writable=True)))
         except (OSError, ValueError):
             return  # the agent is gone, or going
+        if self.known_whole >= 0:
+            seat.put(whole=self.known_whole)
+            self.known_whole = -1
         self._seat, self._slots, self._moving = seat, slots, None
 
     def _ask_for_room(self, size_bytes: int) -> None:

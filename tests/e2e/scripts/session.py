@@ -11,8 +11,9 @@ WORK/hurry         once it is there, nobody pauses between steps any more; until
 WORK/stillborn-X   while it is there, processes of the node whose agent has NODE=X end before they join
 A fault happens once, in whichever process has the rank when the step comes; one whose action ends in ! each time.
 POINT    data forward backward collective barrier-before barrier-in update-before update-middle update-after
-         capture between settle restore restored
+         capture copy between settle restore restored
          The last three are of a recovery: before all agree on the step, before and after newcomers get their state.
+         copy is in the middle of a snapshot for the agent: one piece of it is copied, the others are not.
 ACTION   kill raise bug cut stop exit
 """
 
@@ -219,6 +220,22 @@ def capture_hurts() -> None:
     Snapshot.take = hurting_take
 
 
+def copy_hurts() -> None:
+    """Snapshots are copied in tiny pieces then, so that there is a middle."""
+    from holdfast.state import copier
+
+    if any(fault.point == "copy" for fault in faults):
+        copier.PIECE_BYTES = 1024
+    copy = copier.Copy._copy
+
+    def hurting_copy(self, piece):
+        copy(self, piece)
+        if not self.is_over:
+            hurt("copy")
+
+    copier.Copy._copy = hurting_copy
+
+
 def recovery_hurts() -> None:
     gather, carry_out = groups.gather, restoring.carry_out
 
@@ -240,6 +257,7 @@ def recovery_hurts() -> None:
 job = hf.init()
 barrier_hurts()
 capture_hurts()
+copy_hurts()
 recovery_hurts()
 model = build()
 parameters = list(model.parameters())

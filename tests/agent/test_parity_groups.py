@@ -1,0 +1,305 @@
+"""Groups of agents that keep parity for each other, over real sockets: whoever is lost, its image is made again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import tempfile
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent.bulks import TOKEN, noise
+from agent.crews import agent_config, serve
+from agent.images import FileImages
+from holdfast.agent.replicas import blocks, parity_store
+from holdfast.agent.replicas.blocks import checksums_of
+from holdfast.agent.replicas.parity import piece
+from holdfast.agent.replicas.parity_store import ParityStore
+from holdfast.agent.replicas.replication import Replication
+from holdfast.core.orders import Peer
+from holdfast.errors import ReplicaError
+from holdfast.wire.bulk import Contribute, Label
+from worker.nest import eventually_async
+
+
+class Group:
+    """Some agents, without their workers and without a master."""
+
+    def __init__(self, directory: Path, names: str, workers: dict[str, int]) -> None:
+        self.names, self.workers = list(names), workers
+        self.own = {name: FileImages(directory / "own" / name) for name in names}
+        self.nodes = {
+            name: Replication(
+                agent_config(directory, node_id=name, token=TOKEN, snapshot_dir=str(directory / "memory")),
+                self.own[name],
+            )
+            for name in names
+        }
+
+    def serve(self, names: str, view: int = 1) -> None:
+        peers = tuple(
+            Peer(node_id=n, address="127.0.0.1", bulk_port=self.nodes[n].port, workers=self.workers.get(n, 1))
+            for n in names
+        )
+        for name in names:
+            self.nodes[name].serve(serve(view, workers=self.workers.get(name, 1), parity=peers))
+
+    def seal(self, names: str, step: int, size: int = 100_000, view: int = 1, seat: int = 0) -> dict[str, bytes]:
+        found = {name: noise(size + 10 * number) for number, name in enumerate(names)}
+        for name, content in found.items():
+            self.own[name].seal(step, content, view=view, seat=seat, checked=name != names[-1])
+        return found
+
+    async def sealed(self, names: str, step: int, view: int = 1, seat: int = 0) -> None:
+        def all_have() -> bool:
+            return all(self.nodes[n].parity_sealed().get(seat) == (view, step) for n in names)
+
+        await eventually_async(all_have, f"step {step} is sealed on {names}")
+
+
+@contextlib.asynccontextmanager
+async def group(directory: Path, names: str, **workers: int) -> AsyncIterator[Group]:
+    made = Group(directory, names, workers)
+    made.serve(names)
+    try:
+        yield made
+    finally:
+        for one in made.nodes.values():
+            await one.close()
+    assert not (directory / "memory").exists()
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("names", ["ab", "abc", "abcde"])
+def test_whoever_is_lost_is_made_again(tmp_path: Path, names: str) -> None:
+    async def test() -> None:
+        async with group(tmp_path, names) as made:
+            images = made.seal(names, 1)
+            await made.sealed(names, 1)
+            parity = list(tmp_path.glob("memory/job/*/parity/seat-0/slot-*.image"))
+            assert len(parity) == len(names)
+            assert all(p.stat().st_size <= 100_100 / (len(names) - 1) + 4_096 for p in parity)
+            for lost, asker in zip(names, names[1:] + names[0], strict=True):
+                held = await made.nodes[asker].rebuild(lost, 0)
+                assert held.path.read_bytes() == images[lost]
+                assert held.label.checksums == checksums_of(memoryview(images[lost]))
+            with pytest.raises(ReplicaError, match="no image of z"):
+                await made.nodes["a"].rebuild("z", 0)
+
+    run(test)
+
+
+def test_while_a_round_is_under_way_the_one_before_can_be_made_again(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with group(tmp_path, "abc") as made:
+            before = made.seal("abc", 1)
+            await made.sealed("abc", 1)
+            made.seal("ac", 2)  # b is late, and then lost
+            await eventually_async(lambda: made.nodes["b"]._store.announced(0, "a") == (1, 2), "b has heard of it")  # type: ignore[union-attr]
+            await made.nodes["b"].close()
+            assert (await made.nodes["a"].rebuild("b", 0)).path.read_bytes() == before["b"]
+            assert all(made.own[n].at(0, 1, 1) is not None for n in "ac"), "pinned, though newer ones were sealed"
+
+    run(test)
+
+
+def test_rounds_go_on_and_free_what_they_no_longer_need(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with group(tmp_path, "abc") as made:
+            for step in range(1, 5):
+                images = made.seal("abc", step)
+                await made.sealed("abc", step)
+            assert all(len(made.own[n]._kept[0]) <= 3 for n in "abc")
+            newest = made.own["a"].newest(0)
+            assert newest is not None and newest.pins == 1
+            assert (await made.nodes["c"].rebuild("a", 0)).path.read_bytes() == images["a"]
+
+    run(test)
+
+
+def test_images_may_grow_and_shrink_from_round_to_round(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with group(tmp_path, "abc") as made:
+            for step, sizes in enumerate([(9, 5, 3), (1, 2, 3), (20, 1, 9), (3, 30, 3), (4, 4, 4)], 1):
+                images = {n: noise(size * 100_000 + 7) for n, size in zip("abc", sizes, strict=True)}
+                for name, content in images.items():
+                    made.own[name].seal(step, content)
+                await made.sealed("abc", step)
+                for lost, asker in ("ab", "bc", "ca"):
+                    assert (await made.nodes[asker].rebuild(lost, 0)).path.read_bytes() == images[lost]
+
+    run(test)
+
+
+def test_members_that_see_different_steps_agree_on_the_first_ones(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with group(tmp_path, "abc") as made:
+            images = made.seal("abc", 1)
+            made.seal("bc", 2)  # a is a step behind, and has the word
+            await made.sealed("abc", 1)
+            assert (await made.nodes["a"].rebuild("c", 0)).path.read_bytes() == images["c"]
+
+    run(test)
+
+
+def test_a_member_with_fewer_workers_takes_part_all_the_same(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with group(tmp_path, "abc", a=1, b=2, c=2) as made:
+            first, second = made.seal("abc", 1), made.seal("bc", 1, seat=1)
+            await made.sealed("abc", 1)
+            await made.sealed("bc", 1, seat=1)
+            assert (await made.nodes["a"].rebuild("c", 1)).path.read_bytes() == second["c"]
+            assert (await made.nodes["b"].rebuild("c", 0)).path.read_bytes() == first["c"]
+
+    run(test)
+
+
+def test_a_lost_member_is_made_again_after_the_group_has_changed(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with group(tmp_path, "abcd") as made:
+            made.serve("abc")
+            images = made.seal("abc", 1)
+            await made.sealed("abc", 1)
+            await made.nodes["b"].close()
+            made.serve("acd", view=2)
+            assert (await made.nodes["c"].rebuild("b", 0)).path.read_bytes() == images["b"]
+            later = made.seal("acd", 2, view=2)
+            await made.sealed("acd", 2, view=2)
+            assert (await made.nodes["a"].rebuild("d", 0)).path.read_bytes() == later["d"]
+
+    run(test)
+
+
+def test_damaged_parity_is_noticed_and_not_held(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with group(tmp_path, "abc") as made:
+            made.seal("abc", 1)
+            await made.sealed("abc", 1)
+            (file,) = tmp_path.glob("memory/job/c/parity/seat-0/slot-*.image")
+            content = bytearray(file.read_bytes())
+            content[100] ^= 1
+            file.write_bytes(content)
+            with pytest.raises(ReplicaError, match="is not what it was"):
+                await made.nodes["a"].rebuild("b", 0)
+            assert not made.nodes["a"].held
+
+    run(test)
+
+
+# --- the store alone
+
+
+def piece_of(node_id: str, step: int, content: bytes, group: str = "abc") -> Contribute:
+    described = Label(
+        node_id=node_id, seat=0, part=0, shards=1, shares=1, view=1, step=step,
+        size_bytes=2 * len(content), checksums=checksums_of(memoryview(content)),
+    )  # fmt: skip
+    return Contribute(label=described, group=tuple(group), size_bytes=len(content))
+
+
+def store(root: Path) -> ParityStore:
+    made = ParityStore(root, "c")
+    made.join({"a": 1, "b": 1, "c": 1})
+    return made
+
+
+def give(to: ParityStore, node_id: str, step: int, content: bytes) -> None:
+    sink = to.contribute(piece_of(node_id, step, content))
+    assert sink is not None
+    sink.buffer(0)[:] = content
+    sink.take(0)
+    sink.take(0)  # as after a line that broke before the answer was heard
+    sink.seal(b"")
+
+
+def test_a_block_counts_once_and_a_contributor_that_comes_again_is_not_counted_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parity_store, "SEAL_WAIT_S", 0.0)
+    one, other = noise(4_096), noise(4_096)
+    kept = store(tmp_path)
+    for _ in range(2):
+        with pytest.raises(ReplicaError, match="others of the parity group have not contributed yet"):
+            give(kept, "a", 1, one)
+    give(kept, "b", 1, other)
+    with kept.reading(0, 1, 1) as found:
+        assert found == bytes(x ^ y for x, y in zip(one, other, strict=True))
+    assert kept.contribute(piece_of("a", 1, one)) is None
+    assert [label.step for label in ParityStore(tmp_path, "c").inventory()] == [1], "the next life finds it"
+
+
+def test_a_newer_step_ends_one_that_is_not_complete_and_the_sealed_one_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parity_store, "SEAL_WAIT_S", 0.0)
+    kept, content = store(tmp_path), noise(4_096)
+    for step, nodes in ((1, "ab"), (2, "a"), (3, "b")):
+        for node_id in nodes:
+            with contextlib.suppress(ReplicaError):
+                give(kept, node_id, step, content)
+    assert [label.step for label in kept.inventory()] == [1]
+    with pytest.raises(ReplicaError, match="older than what is collected"):
+        kept.contribute(piece_of("b", 2, content))
+    give(kept, "a", 3, content)
+    assert sorted(label.step for label in kept.inventory()) == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("offered", "sentence"),
+    [
+        (piece_of("a", 1, b"x" * 4_096, group="ab"), "another parity group"),
+        (piece_of("c", 1, b"x" * 4_096), "has no worker"),
+        (piece_of("a", 1, b"x" * 4_095), "not the one for this node"),
+    ],
+)
+def test_what_does_not_fit_is_refused(tmp_path: Path, offered: Contribute, sentence: str) -> None:
+    with pytest.raises(ReplicaError, match=sentence):
+        store(tmp_path).contribute(offered)
+    assert not list(tmp_path.iterdir())
+
+
+@given(st.lists(st.tuples(st.integers(1, 40_000), st.integers(1, 40_000)), min_size=3, max_size=5), st.randoms())
+@settings(deadline=None, max_examples=60)
+def test_pieces_of_any_size_in_any_order_make_parity(sizes: list[tuple[int, int]], chance: random.Random) -> None:
+    with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
+        for module in (blocks, parity_store):
+            patch.setattr(module, "BLOCK_BYTES", 1_000)
+        patch.setattr(parity_store, "SEAL_WAIT_S", 0.0)
+        kept = store(Path(directory))
+        for step, both in enumerate(sizes, 1):
+            named = list(zip("ab", both, strict=True))
+            pieces = {name: noise(size)[piece(size, 3, "abc".index(name), 2)] for name, size in named}
+            sinks = {}
+            for name, size in named:
+                described = Label(
+                    node_id=name, seat=0, part=0, shards=1, shares=1, view=1, step=step,
+                    size_bytes=size, checksums=bytes(4 * blocks.block_count(size)),
+                )  # fmt: skip
+                sinks[name] = kept.contribute(
+                    Contribute(label=described, group=("a", "b", "c"), size_bytes=len(pieces[name]))
+                )
+            order = [(name, index) for name in "ab" for index in range(blocks.block_count(len(pieces[name])))]
+            chance.shuffle(order)
+            for name, index in order:
+                sink = sinks[name]
+                assert sink is not None
+                sink.buffer(index)[:] = pieces[name][blocks.span(index, len(pieces[name]))]
+                sink.take(index)
+            for sink in sinks.values():
+                assert sink is not None
+                with contextlib.suppress(ReplicaError):
+                    sink.seal(b"")
+            with kept.reading(0, 1, step) as found:
+                longest = max(map(len, pieces.values()), default=0)
+                padded = [one + bytes(longest - len(one)) for one in pieces.values()]
+                assert bytes(found)[:longest] == bytes(x ^ y for x, y in zip(*padded, strict=True))
+                assert len(found) == max(longest, 1)
