@@ -20,15 +20,17 @@ import shutil
 import signal
 import time
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+
 from fire import agents
 from fire.failure import BrokenError, start
 from fire.ranks import Board, Table, World, train
 from fire.state import State
-
 from holdfast.agent.vault import Vault
 from holdfast.errors import CheckpointError
 from holdfast.state.parts import PartPlan
@@ -46,16 +48,19 @@ STEPS_MAX, LONG_SHARE, LONG_STEPS_MAX = 6, 0.15, 40
 """A life is killed within so many steps; some may live longer, so that what takes long comes to its end."""
 MOMENTS_S = 0.008
 """And so long after one of them began, at most."""
-KEPT_CHECKPOINTS = 3
+SURVIVAL_SHARE = 0.4
+"""Of lives after which the job goes on with what a survivor has, instead of beginning anew."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Left:
-    """What a life has left."""
+    """What a life has left for the next."""
 
     step: int = 0
     maker: int = 0
     """The life that made the state."""
+    is_recalled: bool = False
+    """Whether all ranks take it from memory. Else they have it from storage, or from one that survived."""
 
 
 class Campaign:
@@ -72,7 +77,7 @@ class Campaign:
         torch.set_num_threads(1)
         self._rooms = {seat: self._grant(seat) for seat in range(SEATS)}
 
-    def live(self) -> None:
+    def again(self) -> None:
         """One life and its end. Raises BrokenError."""
         self._life += 1
         world = World(
@@ -83,6 +88,7 @@ class Campaign:
             maker=self._left.maker,
             scale=self._scale,
             checkpoint_every=4 if self._persists else 0,
+            recalled=self._left.step if self._left.is_recalled else -1,
         )
         board, said = self._run(world)
         whole = max(board.read(rank)[1] for rank in range(world.size))
@@ -90,7 +96,11 @@ class Campaign:
         in_memory = self._recall(world)
         stored = self._examine_storage(world, said)
         self._judge(world, whole, in_memory)
-        self._left = max(in_memory or Left(0, 0), stored or Left(0, 0), key=lambda left: left.step)
+        self._left = _newest(in_memory, stored)
+        if self._chance.random() < SURVIVAL_SHARE:
+            self._left = self._survive(world, board)
+        else:
+            self._begin_from(self._left.step)
         self._change()
 
     # --- a life
@@ -168,12 +178,8 @@ class Campaign:
 
     def _recall(self, world: World) -> Left | None:
         """The newest state that all ranks can restore from memory, restored on each shard."""
-        vault = Vault(self._root, agents.NODE)
-        vault.open(agents.JOB)
-        try:
+        with self._vault() as vault:
             found = [self._recall_on(vault, world, rank) for rank in range(world.shards)]
-        finally:
-            vault.close()
         if any(one is None for one in found):
             return None
         lives = {(one.step, one.maker) for one in found if one is not None}
@@ -185,7 +191,7 @@ class Campaign:
         state = world.state(rank)
         everywhere = Talk(rank, world.size, list, lambda values: [list(values)] * world.size)
         choice = recall(vault.held(), 0, 1, world.shards, state.tracked, -1, everywhere)
-        return None if choice is None else self._checked(state, choice.step, "memory")
+        return None if choice is None else replace(self._checked(state, choice.step, "memory"), is_recalled=True)
 
     def _checked(self, state: State, step: int, where: str) -> Left:
         if wrong := state.wrong(step):
@@ -199,7 +205,7 @@ class Campaign:
             raise BrokenError(f"life {self._life}: nothing in memory can be restored: {self._records()}")
         if found is not None:
             self._is_young = False
-            self.counts["steps went back"] += found.step < world.step
+            self.counts["went back behind what it began with"] += found.step < world.recalled
 
     def _examine_storage(self, world: World, said: list[int]) -> Left | None:
         if not self._persists:
@@ -234,6 +240,13 @@ class Campaign:
 
     # --- between lives
 
+    def _survive(self, world: World, board: Board) -> Left:
+        """As if one rank had survived, and the others were replaced: its state is that of the next life. What the
+        slots hold nobody has looked at."""
+        self.counts["one survived"] += 1
+        step = max(board.read(rank)[0] for rank in range(world.size))
+        return Left(step, world.view if step > world.step else world.maker)
+
     def _change(self) -> None:
         """Another number of ranks, now and then; and a node's memory lost, if there is storage to fall back on."""
         if not self._is_sharded and self._chance.random() < 0.1:
@@ -250,15 +263,26 @@ class Campaign:
         world = World(self._size, self._is_sharded, self._life, 0, 0, self._scale, 0)
         stored = self._examine_storage(world, [])
         in_memory = self._recall(world)
-        self._left = max(in_memory or Left(), stored or Left(), key=lambda left: left.step)
+        self._left = _newest(in_memory, stored)
+        self._begin_from(self._left.step)
 
-    def _grant(self, seat: int) -> Room:
+    def _begin_from(self, step: int) -> None:
+        """As an agent does when all its workers begin anew."""
+        with self._vault() as vault:
+            vault.forget_after(step)
+
+    @contextmanager
+    def _vault(self) -> Iterator[Vault]:
         vault = Vault(self._root, agents.NODE)
         vault.open(agents.JOB)
         try:
-            return asyncio.run(vault.grant(seat, self._room_bytes()))
+            yield vault
         finally:
             vault.close()
+
+    def _grant(self, seat: int) -> Room:
+        with self._vault() as vault:
+            return asyncio.run(vault.grant(seat, self._room_bytes()))
 
     def _room_bytes(self) -> int:
         """For the largest share there may be."""
@@ -280,3 +304,10 @@ class Campaign:
             + ", ".join(f"{r.status.name} {r.step} of life {r.view}" for r in map(page.record, range(SLOTS)))
             for seat, page in seats.items()
         )
+
+
+def _newest(in_memory: Left | None, stored: Left | None) -> Left:
+    """What a job begins anew with: memory, if it is newer than storage."""
+    if in_memory is not None and (stored is None or in_memory.step > stored.step):
+        return in_memory
+    return stored or Left()

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
+
 from fire.agents import MESSAGE
 from fire.state import State
-
 from holdfast.wire.session import NeedRoom, Room, Sealed
 from holdfast.wire.session import Snapshots as Settings
 from holdfast.worker.snapshots import Cut, Snapshots
@@ -43,6 +43,8 @@ class World:
     maker: int
     scale: int
     checkpoint_every: int
+    recalled: int = -1
+    """The step that all ranks have restored from memory, if they have."""
 
     @property
     def shards(self) -> int:
@@ -148,6 +150,7 @@ def train(
     state.become(step, world.maker)
     settings = Settings(every=1, checkpoint_every_steps=world.checkpoint_every)
     snapshots = Snapshots(Keeper(rank, room, to_agent), state.tracked, settings)
+    snapshots.known_whole = world.recalled
     snapshots.enter(world.cut(rank), world.view, 1, 0, 1)
     whole = -1
     board.write(rank, step, whole)

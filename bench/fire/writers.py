@@ -15,12 +15,12 @@ import random
 import signal
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 from fire.failure import BROKEN, BrokenError, start
-
 from holdfast.storage import points
-from holdfast.storage.catalogue import Catalogue
+from holdfast.storage.catalogue import Catalogue, Found
 from holdfast.storage.image import Piece, plan
 from holdfast.storage.manifest import About
 from holdfast.storage.retention import LastN
@@ -72,10 +72,10 @@ class Siege:
         self._newest = 0
         self.counts: Counter[str] = Counter()
 
-    def attempt(self) -> None:
+    def again(self) -> None:
         """One, with its deaths. Raises BrokenError."""
         self.counts["attempts"] += 1
-        tasks = [lambda n=number: self._write(n) for number in range(PARTS)]
+        tasks: list[Callable[[], None]] = [lambda n=number: self._write(n) for number in range(PARTS)]
         if self._chance.random() < 0.3:
             tasks.append(self._prune)
         doomed = {index for index in range(len(tasks)) if self._chance.random() < DOOMED_SHARE}
@@ -101,7 +101,7 @@ class Siege:
         self._catalogue.prune(LastN(KEPT), on_damage=lambda why: os._exit(BROKEN))
         os._exit(WROTE)
 
-    def _with_fate(self, task, is_doomed: bool):  # type: ignore[no-untyped-def]
+    def _with_fate(self, task: Callable[[], None], is_doomed: bool) -> Callable[[], None]:
         """Half of the doomed die at a point, the others whenever it comes."""
         if not is_doomed or self._chance.random() < 0.5:
             return task
@@ -167,7 +167,7 @@ class Siege:
             self._compare(listing.found[0])
         self._newest = newest
 
-    def _compare(self, found) -> None:  # type: ignore[no-untyped-def]
+    def _compare(self, found: Found) -> None:
         attempt = int(found.manifest.nonce.removeprefix("attempt-"))
         for part in found.manifest.parts:
             read = self._catalogue.store.read(found.name(part))
