@@ -106,8 +106,8 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
 
 for _kind in (Manifest, Note):
     msgspec.json.Decoder(_kind)
-"""msgspec looks at a type when it is first used, and crashes the process if two threads are the first: notes are read by
-several. So it is done here and now."""
+"""msgspec looks at a type when it is first used, and crashes the process if two threads are the first: notes are read
+by several. So it is done here and now."""
 
 
 def encode(content: Manifest | Note) -> bytes:
