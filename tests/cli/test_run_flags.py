@@ -74,6 +74,9 @@ SAMPLES = {
     "checkpoint_dir": "/shared/{job_id}",
     "hang_timeout": "90",
     "dynamic_failover_extension": "my.failover::Mine",
+    "fault_table": "/etc/faults.toml",
+    "cordon_limit": "5",
+    "machine": "rack3-gpu17",
 }
 
 
@@ -288,6 +291,9 @@ def test_defaults() -> None:
         checkpoint_dir=None,
         hang_timeout_s=None,
         dynamic_failover_extension=None,
+        fault_table=None,
+        cordon_limit=3,
+        machine=None,
         state_dir="/home/ada/.holdfast",
         heartbeat_interval_s=1.0,
         silence_timeout_s=5.0,

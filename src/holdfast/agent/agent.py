@@ -137,6 +137,7 @@ class Agent:
             role=config.role,
             requested_rank=config.requested_rank,
             log_dir=str(config.logs.run_dir),
+            machine=config.machine,
         )
         return Hello(
             node_id=config.node_id,

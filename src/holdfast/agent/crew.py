@@ -45,6 +45,7 @@ from holdfast.agent.spares import Spares, describe_exit
 from holdfast.agent.staff import Staff
 from holdfast.agent.workers import Worker, until_gone
 from holdfast.core.events import SessionInfo
+from holdfast.core.fault_table import typed
 from holdfast.core.faults import Failure, NotStarted
 from holdfast.core.ladder import Strategy
 from holdfast.core.orders import Hold, Serve
@@ -367,7 +368,7 @@ class Crew:
             failed_at=time.time(),
         )
         self._revoke(f"local rank {seat} could not be started")
-        self._report_failure(failure)
+        self._report_failure(typed(failure, self._config.fault_table))
 
     # --- ends
 
@@ -400,6 +401,8 @@ class Crew:
             ended_at=ended_at,
             files=worker.files,
             memory_evidence=self._memory.evidence,
+            step=worker.page.get("step") if worker.joined else -1,
+            table=self._config.fault_table,
         )
         if failure is not None:
             self._report_failure(failure)

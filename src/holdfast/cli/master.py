@@ -174,6 +174,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         spares=options.spares,
         spare_nodes=options.spare_nodes,
         replicas=options.replicas,
+        cordon_limit=options.cordon_limit,
         settle_s=options.settle,
         join_timeout_s=options.join_timeout,
         heartbeat_interval_s=options.heartbeat_interval,
@@ -198,7 +199,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--nnodes", default="1:1", help="as given to the agents")
     add("--max-restarts", type=int, default=defaults.restarts_max, help="as given to the agents")
     add("--recovery", type=strategies, default=",".join(LADDER), help="as given to the agents")
-    for name in ("--spares", "--spare-nodes", "--replicas"):
+    for name in ("--spares", "--spare-nodes", "--replicas", "--cordon-limit"):
         default = getattr(defaults, name[2:].replace("-", "_"))
         add(name, type=whole_number(0), default=default, help="as given to the agents")
     add("--dynamic-failover-extension", default="", help="as given to the agents")

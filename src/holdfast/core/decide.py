@@ -253,7 +253,7 @@ def _spares(node: Node, parked: int, now: float) -> list[r.Record]:
 
 def _take_in(hello: e.Hello, now: float) -> list[r.Record]:
     joined = r.NodeJoined(
-        at=now, node_id=hello.node_id, incarnation=hello.incarnation, info=hello.info
+        at=now, node_id=hello.node_id, incarnation=hello.incarnation, info=hello.info, repute=hello.repute
     )
     if hello.leaving:  # said in one breath, so that no view is ever formed with it
         why = "it was told to go before it joined"

@@ -6,6 +6,7 @@ import msgspec
 
 from holdfast.core.faults import Failure
 from holdfast.core.leases import Lease, Trouble
+from holdfast.core.reputation import Repute
 
 
 class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,6 +21,8 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     workers: int
     role: str = "default"
     requested_rank: int | None = None
+    machine: str = ""
+    """The name by which the machine is known across jobs; empty: its host's."""
     log_dir: str = ""
     """Where its workers' output is kept: <log_dir>/attempt_<view - 1>/<local rank>/."""
 
@@ -123,6 +126,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """The signal by which it was told to go before it could join; 0 if it means to stay."""
     parked: int = 0
     """Spares that wait here, ready to take a rank."""
+    repute: Repute = Repute()
+    """What the machine is known for. The master looks it up; what an agent says of itself does not count."""
 
 
 class LinkBroke(msgspec.Struct, frozen=True, kw_only=True, tag="link-broke"):

@@ -9,10 +9,12 @@ import msgspec
 
 from holdfast.core import leases, ledger
 from holdfast.core import records as r
+from holdfast.core.blame import note
 from holdfast.core.copies import Holder, Seats, layout_of, reseat
 from holdfast.core.invariants import check_after
 from holdfast.core.ladder import Strategy
 from holdfast.core.state import (
+    CORDONS_KEPT_MAX,
     FAILURES_PER_INCIDENT_MAX,
     GONE_NODES_MAX,
     INCIDENTS_KEPT_MAX,
@@ -50,6 +52,14 @@ def _apply(job: Job, record: r.Record) -> None:
             _join(job, record)
         case r.NodeLost(at=at, node_id=node_id, certain=certain, since=since, why=why):
             _lose_node(job.nodes[node_id], Lost(at=at, certain=certain, since=since, why=why))
+        case r.NodeAdmitted(node_id=node_id):
+            job.nodes[node_id].admitted = True
+        case r.NodeCordoned(node_id=node_id, why=why):
+            job.nodes[node_id].standing = Draining(signal=0, why=why)
+            job.cordons = [*job.cordons[-CORDONS_KEPT_MAX + 1 :], record]
+            job.cleared.discard(node_id)
+        case r.NodeCleared(node_id=node_id):
+            job.cleared.add(node_id)
         case r.NodeDraining(node_id=node_id, signal=signal, why=why):
             job.nodes[node_id].standing = Draining(signal=signal, why=why)
         case r.NodeLeft(at=at, node_id=node_id):
@@ -138,6 +148,7 @@ def _join(job: Job, record: r.NodeJoined) -> None:
         info=record.info,
         joined_at=record.at,
         join_order=job.joins,
+        repute=record.repute,
     )
     job.joins += 1
     if job.joins % GONE_NODES_MAX == 0:
@@ -216,6 +227,7 @@ def _note_failing(job: Job, at: float) -> None:
 
 def _lose_worker(job: Job, record: r.WorkerLost) -> None:
     failure = record.failure
+    note(job, failure, record.at)
     if record.late:
         _forget_holder(job, failure.node_id, failure.local_rank, failure.view)
     else:

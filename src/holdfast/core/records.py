@@ -15,6 +15,7 @@ from holdfast.core.events import DataSource, NodeInfo, Part, SessionInfo, Stumbl
 from holdfast.core.faults import Failure
 from holdfast.core.ladder import Strategy as Strategy
 from holdfast.core.leases import Lease, Trouble
+from holdfast.core.reputation import Repute
 from holdfast.core.settings import Settings
 from holdfast.core.views import View
 
@@ -49,6 +50,40 @@ class NodeJoined(msgspec.Struct, frozen=True, kw_only=True, tag="node-joined"):
     node_id: str
     incarnation: str
     info: NodeInfo
+    repute: Repute = Repute()
+    """What its machine is known for."""
+
+
+class NodeAdmitted(msgspec.Struct, frozen=True, kw_only=True, tag="node-admitted"):
+    """A node that was a last resort may take part after all."""
+
+    at: float
+    node_id: str
+    incarnation: str
+    why: str
+
+
+class NodeCordoned(msgspec.Struct, frozen=True, kw_only=True, tag="node-cordoned"):
+    """A node is to blame for a fault, and leaves the job."""
+
+    at: float
+    node_id: str
+    incarnation: str
+    machine: str
+    fault: str
+    lasting: bool
+    """No other job is to have it either, until somebody lets it back."""
+    why: str
+
+
+class NodeCleared(msgspec.Struct, frozen=True, kw_only=True, tag="node-cleared"):
+    """A node that was sent away for a fault was not to blame for it."""
+
+    at: float
+    node_id: str
+    machine: str
+    fault: str
+    why: str
 
 
 class NodeLost(msgspec.Struct, frozen=True, kw_only=True, tag="node-lost"):
@@ -336,6 +371,9 @@ DurableRecord = (
     JobCreated
     | TermBegan
     | NodeJoined
+    | NodeAdmitted
+    | NodeCordoned
+    | NodeCleared
     | NodeLost
     | NodeDraining
     | NodeLeft

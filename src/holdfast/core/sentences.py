@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import assert_never
 
 from holdfast.core import records as r
+from holdfast.core.fault_types import describe_fault
 from holdfast.core.faults import Failure, describe, describe_error
 from holdfast.core.leases import Lease, Trouble
 
@@ -21,7 +22,16 @@ def sentence(record: r.Record) -> str:
         case r.TermBegan(term=term):
             return "the master is up" if term == 1 else f"the master is up again (term {term})"
         case r.NodeJoined(node_id=node_id, info=info):
-            return f"node {node_id} joined with {info.workers} worker{'s' * (info.workers > 1)} ({info.host})"
+            known = record.repute
+            but = f"; machine {info.machine or info.host} is {known.grade.value}: {known.why}" if known.why else ""
+            return f"node {node_id} joined with {info.workers} worker{'s' * (info.workers > 1)} ({info.host}){but}"
+        case r.NodeAdmitted(node_id=node_id, why=why):
+            return f"node {node_id} is taken after all: {why}"
+        case r.NodeCordoned(node_id=node_id, machine=machine, lasting=lasting, why=why):
+            beyond = f"machine {machine} is cordoned" if lasting else f"machine {machine} is on probation"
+            return f"node {node_id} is sent away, {why}; {beyond}"
+        case r.NodeCleared(node_id=node_id, machine=machine, why=why):
+            return f"node {node_id} (machine {machine}) was not to blame: {why}"
         case r.NodeLost(node_id=node_id, why=why):
             return f"node {node_id} is lost: {why}"
         case r.NodeDraining(node_id=node_id, why=why):
@@ -158,8 +168,10 @@ def failure_report(failure: Failure) -> str:
     """A failure for a person at the end of a run: who and how, then the traceback or the last lines."""
     lines = [f"root cause: {describe(failure)}"]
     facts = [
+        ("fault", describe_fault(failure.fault) if failure.fault else ""),
         ("node", failure.node_id),
         ("rank", f"{failure.rank} (local {failure.local_rank}), process {failure.pid}, view {failure.view}"),
+        ("step", str(failure.step) if failure.step >= 0 else ""),
         ("exit code", str(failure.exit_code)),
         ("error file", failure.error_file),
         ("log", failure.log_file),

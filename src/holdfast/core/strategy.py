@@ -29,6 +29,8 @@ Scripts that do not speak to Holdfast, and workers that have finished or hold no
 What counts against `--max-restarts` is blame: a worker that failed by itself counts, and so do collateral errors whose
 cause nobody can name; a node that is lost, leaves or joins does not.
 
+What the fault is (blame.py) rules some of this out: a bug stops the job, a node that is to blame has left by now.
+
 A failover extension's advice goes before all this: abortion ends the job; global starts every worker anew, and counts;
 node sends the node away, which leaves one member less.
 """
@@ -39,7 +41,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from holdfast.core import plans
+from holdfast.core import blame, plans
 from holdfast.core.copies import lack
 from holdfast.core.faults import is_collateral
 from holdfast.core.ladder import FailoverStrategy, Strategy
@@ -86,6 +88,8 @@ def choose(job: Job, trouble: Trouble) -> Choice:
         return Choice(trouble.plan.strategy, False, trouble.plan.why, trouble.plan)
     if dumping(job):
         return _climb(job) if online(job) else Choice(Strategy.EXIT, False, "the checkpoint could not be written")
+    if stop := blame.bug(job):
+        return _stop(job, stop)
     by_request = trouble.kind == "planned" and not is_disturbed(job)
     if FailoverStrategy.GLOBAL_FAILOVER in advice:
         return _start_anew(job, trouble, "the failover extension wants every worker to start anew")
@@ -108,9 +112,17 @@ def _climb(job: Job) -> Choice:
     return Choice(Strategy.EXIT, False, _why_exit(job))
 
 
+def _stop(job: Job, why: str) -> Choice:
+    """Nothing is to be tried again: the last committed step is saved, if it can be."""
+    can_dump = online(job) and is_open(job, Strategy.DUMP)
+    if can_dump and (plan := plans.dump(job, plans.assess(job, can_retry=False))):
+        return Choice(Strategy.DUMP, False, why, plan)
+    return Choice(Strategy.EXIT, False, why)
+
+
 def is_open(job: Job, strategy: Strategy) -> bool:
-    """Whether the rung is allowed, and has not failed in this incident."""
-    if strategy not in job.settings.recovery:
+    """Whether the rung is allowed, the fault permits it, and it has not failed in this incident."""
+    if strategy not in job.settings.recovery or strategy in blame.forbidden(job):
         return False
     return job.incident is None or not (_is_tried_out(job, strategy) or _was_no_help(job, strategy))
 
@@ -128,7 +140,9 @@ def _why_exit(job: Job) -> str:
     if not allowed:
         return "nothing else is allowed (--recovery exit)"
     tried = [s.value for s in job.incident.tries if s is not Strategy.EXIT] if job.incident else []
+    ruled_out = [f"{s.value} ({fault})" for s, fault in blame.forbidden(job).items() if s.value in allowed]
     why = f"none of the allowed strategies fits ({', '.join(allowed)})"
+    why += f"; the fault rules out {', '.join(ruled_out)}" if ruled_out else ""
     return f"{why}; tried in this incident: {', '.join(tried)}" if tried else why
 
 
@@ -137,9 +151,12 @@ def _why_exit(job: Job) -> str:
 
 def _start_anew(job: Job, trouble: Trouble, reason: str) -> Choice:
     settings = job.settings
-    blamed = any(not is_collateral(f) for f in job.failed.values()) or bool(own_errors(job))
+    faults = [f for f in job.failed.values() if not is_collateral(f) and not blame.is_excused(job, f)]
+    blamed = bool(faults) or bool(own_errors(job))
     counted = blamed or (trouble.kind == "worker" and not members_gone(job))
     prefix = f"{reason}; " if reason else ""
+    if ruled_out := blame.forbidden(job).get(Strategy.RESTART):
+        return Choice(Strategy.EXIT, False, f"{prefix}a restart would not help ({ruled_out})")
     if counted and job.restarts_used >= settings.restarts_max:
         left = "no restart is allowed" if not settings.restarts_max else "all restarts are used up"
         return Choice(Strategy.EXIT, False, f"{prefix}{left} (--max-restarts {settings.restarts_max})")
