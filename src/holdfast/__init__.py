@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from holdfast.data.stream import Stream
     from holdfast.errors import RetryableError
     from holdfast.failover import DynamicAgentFailoverExtension, DynamicFailoverExtension, FailoverStrategy
+    from holdfast.monitors import ErrorMonitor, Verdict
     from holdfast.worker.elastic import elastic
     from holdfast.worker.session import Job, init
     from holdfast.worker.steps import Step
@@ -22,6 +23,7 @@ __version__ = "0.1.0"
 __all__ = [
     "DynamicAgentFailoverExtension",
     "DynamicFailoverExtension",
+    "ErrorMonitor",
     "FailoverStrategy",
     "Job",
     "Loader",
@@ -29,6 +31,7 @@ __all__ = [
     "Sampler",
     "Step",
     "Stream",
+    "Verdict",
     "__version__",
     "elastic",
     "init",
@@ -37,6 +40,7 @@ __all__ = [
 _ROOMS = {
     "DynamicAgentFailoverExtension": "holdfast.failover",
     "DynamicFailoverExtension": "holdfast.failover",
+    "ErrorMonitor": "holdfast.monitors",
     "FailoverStrategy": "holdfast.failover",
     "Job": "holdfast.worker.session",
     "Loader": "holdfast.data.loader",
@@ -44,6 +48,7 @@ _ROOMS = {
     "Sampler": "holdfast.data.sampler",
     "Step": "holdfast.worker.steps",
     "Stream": "holdfast.data.stream",
+    "Verdict": "holdfast.monitors",
     "elastic": "holdfast.worker.elastic",
     "init": "holdfast.worker.session",
 }

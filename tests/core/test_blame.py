@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -20,14 +22,15 @@ BANNED = Repute(Grade.BANNED, "it keeps failing")
 PROBATION = Repute(Grade.PROBATION, "it is back since an hour")
 
 
-def fails(world: World, node_id: str, code: int = 1, local_rank: int = 0, **more: object) -> WorkerFailed:
+def fails(world: World, node_id: str, code: int = 1, local_rank: int = 0, **more: Any) -> WorkerFailed:
     """A worker fails as its agent would report it: typed."""
     event = world.failed(node_id, local_rank, end=Exited(code))
     return msgspec.structs.replace(event, failure=typed(msgspec.structs.replace(event.failure, **more)))
 
 
 def raises(world: World, node_id: str, step: int, message: str = "bad sample 17") -> WorkerFailed:
-    return fails(world, node_id, exception="ValueError", message=message, step=step, failed_at=world.now)
+    more = {"exception": "ValueError", "message": message, "step": step, "failed_at": world.now, "pid": int(world.now)}
+    return fails(world, node_id, **more)
 
 
 def training(*node_ids: str, nodes: tuple[int, int] = (1, 2), **settings: object) -> World:
@@ -210,13 +213,24 @@ def test_a_banned_machine_stands_by_and_is_told_why() -> None:
     assert isinstance(order, o.Hold) and "holdfast nodes uncordon host-a" in order.why and "keeps failing" in order.why
 
 
-def test_it_is_taken_when_the_time_is_up_and_nobody_else_came() -> None:
-    world = World(nodes=(2, 2), join_timeout_s=60.0)
-    world.do(known(world, "a", BANNED), world.hello("b"))
+CORDONED = Repute(Grade.CORDONED, "cordoned by ada: its fan is loud")
+
+
+@pytest.mark.parametrize(("repute", "spare_nodes"), [(BANNED, 1), (CORDONED, 0)])
+def test_it_is_taken_when_the_time_is_up_and_nobody_else_came(repute: Repute, spare_nodes: int) -> None:
+    world = World(nodes=(2, 2), join_timeout_s=60.0, spare_nodes=spare_nodes)
+    world.do(known(world, "a", repute), world.hello("b"))
     world.wait(59)
     assert world.gathering
     admitted = only(world.wait(2), r.NodeAdmitted)
     assert admitted.node_id == "a" and world.members == ["a", "b"]
+
+
+def test_a_banned_one_is_taken_at_once_if_nobody_else_may_come() -> None:
+    world = World(nodes=(1, 1))
+    world.do(known(world, "a", BANNED))
+    world.wait(1)
+    assert world.members == ["a"]
 
 
 def test_it_is_of_no_use_if_it_would_not_be_enough() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.core.fault_rows import FAULT_RULES, FAULT_TYPES
-from holdfast.core.fault_table import BUILT_IN, classify, read_fault_table, signal_of, with_rules
+from holdfast.core.fault_table import BUILT_IN, classify, read_fault_table, signal_of, with_accelerator, with_rules
 from holdfast.core.fault_types import Blame, FaultRule, Severity
 from holdfast.core.faults import End, Exited, Failure, NotStarted, OutOfMemory, Signalled
 from holdfast.core.ladder import Strategy
@@ -97,6 +97,20 @@ def test_an_accelerators_rules_go_before_ours_and_a_users_before_those() -> None
     assert classify(failure(Exited(201)), both).name == "device-error"
 
 
+def test_a_name_that_only_an_accelerator_knows_means_hardware() -> None:
+    rules = [
+        FaultRule(fault="xxxx-memory-error", text=r"X\d+ parity"),
+        FaultRule(fault="xxxx-driver-error", code=77),
+        FaultRule(fault="xxxx-residual-processes", code=78),
+        FaultRule(fault="driver-error", code=79),
+    ]
+    table = with_accelerator(BUILT_IN, rules)
+    found = [classify(failure(Exited(code)), table) for code in (77, 78, 79)]
+    assert [fault.blame for fault in found] == [Blame.NODE, Blame.PLATFORM, Blame.NODE]
+    lost = classify(failure(Signalled(6, "SIGABRT"), "", "", "driver: X17 parity"), table)
+    assert (lost.name, lost.severity) == ("xxxx-memory-error", Severity.CRITICAL)
+
+
 def test_all_that_a_rule_names_must_be_so() -> None:
     rule = FaultRule(fault="device-lost", signal="SIGABRT", text="fell off the bus")
     table = with_rules(BUILT_IN, [rule])
@@ -154,6 +168,7 @@ def test_a_users_file_may_bring_kinds_of_its_own() -> None:
         ('[[rule]]\nfault = "killed"\n', "line 1: a rule needs at least one of"),
         ('[[rule]]\nfault = "killed"\ncode = 0\n', "line 3: key code: 0 is no exit code of a failure"),
         ('[[rule]]\nfault = "killed"\nsignal = "SIGFOO"\n', "line 3: key signal: there is no signal 'SIGFOO'"),
+        ('[[rule]]\nfault = "killed"\ntext = "(pid"\n', "line 3: key text: '(pid' is no regular expression"),
         (LICENCE.replace("platform", "me"), "line 4, key blame: Invalid enum value 'me'"),
         (LICENCE.replace("recover-in", "cover-in"), "line 7, key forbids: Invalid enum value"),
         (LICENCE.replace("meaning", "#"), "line 2: Object missing required field `meaning`"),

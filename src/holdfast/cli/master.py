@@ -25,8 +25,11 @@ from holdfast.core.state import Finished
 from holdfast.core.transact import replay
 from holdfast.errors import JournalError, JournalLockedError, UsageError, WireError
 from holdfast.failover import DynamicFailoverExtension, load
-from holdfast.journal import SqliteJournal, read_entries, set_aside
+from holdfast.journal import BOOK_NAME, NodeBook, SqliteJournal, read_entries, set_aside
 from holdfast.master.master import Master
+from holdfast.master.steward import Steward
+from holdfast.monitors import load as load_monitors
+from holdfast.platforms.base import open_platform
 from holdfast.wire.channel import Tls
 
 log = structlog.get_logger("master")
@@ -67,7 +70,7 @@ async def _run(
         check_free(options.host, options.port)  # before the journal is touched: most often another agent was first
         journal = open_journal(Path(options.state_dir), options.job_id, settings, resume=options.resume)
         try:
-            the_master = Master(journal, options.job_id, settings, extension=extension)
+            the_master = Master(journal, options.job_id, settings, extension=extension, steward=_steward(options))
             if options.parent_pid:
                 _watch_parent(the_master, options.parent_pid)
             await the_master.run(options.host, options.port, token, tls, lambda port: _announce(options, port))
@@ -81,6 +84,12 @@ async def _run(
         log.error(str(error))
         return exit_codes.NO_MASTER
     return exit_codes.SUCCESS
+
+
+def _steward(options: argparse.Namespace) -> Steward:
+    """With what is known of machines in the state directory, which all jobs there share."""
+    state_dir = Path(options.state_dir)
+    return Steward(NodeBook(state_dir / BOOK_NAME), open_platform("local", state_dir), load_monitors())
 
 
 def open_journal(state_dir: Path, job_id: str, settings: Settings, *, resume: bool) -> SqliteJournal:

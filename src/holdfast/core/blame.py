@@ -48,7 +48,8 @@ def note(job: Job, failure: Failure, at: float) -> None:
         return
     noted = Noted(
         at=at,
-        view=failure.view,
+        rank=failure.rank,
+        pid=failure.pid,
         machine=machine_of(job, failure.node_id),
         fault=failure.fault.name,
         is_of_node=failure.fault.blame is Blame.NODE,
@@ -75,16 +76,25 @@ def machine_of(job: Job, node_id: str) -> str:
 def bug(job: Job) -> str:
     """Why the job is to stop: the same exception at the same step twice. Empty if there is no such thing."""
     for failure in job.failed.values():
-        if failure.blame is not Blame.USER_CODE or failure.step < 0 or failure.failed_at < job.formed_at:
-            continue  # one of the view before may be reported under this one
         mark = mark_of(failure)
-        earlier = [n for n in job.noted if (n.mark, n.step) == (mark, failure.step) and n.view < failure.view]
-        if mark and earlier:
+        if failure.blame is not Blame.USER_CODE or failure.step < 0 or not mark:
+            continue
+        if any((n.mark, n.step) == (mark, failure.step) and _was_before(job, n, failure) for n in job.noted):
             return (
                 f"the same exception in step {failure.step} twice is a bug, and would come back a third time"
                 f" ({failure.exception})"
             )
     return ""
+
+
+def _was_before(job: Job, noted: Noted, failure: Failure) -> bool:
+    """Whether an earlier failure is of an earlier attempt at the step. All ranks may raise in one attempt, and some are
+    reported under the view that answers the first of them. But a rank that fails again has tried again; and so has any
+    other that raised after the first view that followed."""
+    if noted.rank == failure.rank:
+        return noted.pid != failure.pid
+    answered_at = next((at for at in job.formed_times if at >= noted.at), None)
+    return answered_at is not None and failure.failed_at > answered_at
 
 
 def forbidden(job: Job) -> dict[Strategy, str]:

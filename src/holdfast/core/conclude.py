@@ -31,7 +31,7 @@ from holdfast.core import records as r
 from holdfast.core.faults import Failure, describe, is_collateral, root_cause
 from holdfast.core.forming import form_anew, form_kept, store_among
 from holdfast.core.ladder import LADDER
-from holdfast.core.reputation import preference
+from holdfast.core.reputation import Grade, preference
 from holdfast.core.state import Finished, Gathering, Incident, Job, Left, Linked, Lost, Unlinked
 from holdfast.core.troubles import Trouble
 from holdfast.core.views import View
@@ -159,10 +159,10 @@ def _while_gathering(job: Job, phase: Gathering, now: float) -> r.Record | None:
         if len(eligible) < job.settings.nodes_max and now < settled_at:
             return None
         return form_anew(job, eligible, now, f"{len(eligible)} of {job.settings.nodes_max} nodes here")
+    if admitted := _admitted(job, len(eligible), phase, now):
+        return admitted
     if now < phase.deadline:
         return None
-    if admitted := _admitted(job, len(eligible), now):
-        return admitted
     if len(eligible) >= job.settings.nodes_min:
         return _no_store(phase.since, now)
     why = (
@@ -172,13 +172,18 @@ def _while_gathering(job: Job, phase: Gathering, now: float) -> r.Record | None:
     return r.JobFinished(at=now, outcome=r.Outcome.FAILED, exit_code=EXIT_NODES_MISSING, why=why)
 
 
-def _admitted(job: Job, eligible: int, now: float) -> r.NodeAdmitted | None:
-    """The next of those that stand by as a last resort, if with all of them there are enough."""
+def _admitted(job: Job, eligible: int, phase: Gathering, now: float) -> r.NodeAdmitted | None:
+    """The next of those that stand by as a last resort, if with all of them there are enough: when the time is up, or
+    at once if it is merely banned and nobody else may come."""
     here = [n for n in job.nodes.values() if n.is_last_resort and n.alive and isinstance(n.link, Linked)]
-    if not here or eligible >= job.settings.nodes_min or eligible + len(here) < job.settings.nodes_min:
+    if eligible >= job.settings.nodes_min or eligible + len(here) < job.settings.nodes_min:
         return None
+    is_full = eligible + len(here) >= job.settings.nodes_max + job.settings.spare_nodes
     best = min(here, key=lambda n: (preference(n.repute), n.join_order))
-    why = f"there are {eligible} of at least {job.settings.nodes_min} nodes without it, and the time is up"
+    if now < phase.deadline and not (is_full and best.repute.grade is Grade.BANNED):
+        return None
+    reason = "nobody else may come" if now < phase.deadline else "the time is up"
+    why = f"there are {eligible} of at least {job.settings.nodes_min} nodes without it, and {reason}"
     return r.NodeAdmitted(at=now, node_id=best.node_id, incarnation=best.incarnation, why=why)
 
 

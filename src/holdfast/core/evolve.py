@@ -16,6 +16,7 @@ from holdfast.core.ladder import Strategy
 from holdfast.core.state import (
     CORDONS_KEPT_MAX,
     FAILURES_PER_INCIDENT_MAX,
+    FORMED_KEPT_MAX,
     GONE_NODES_MAX,
     INCIDENTS_KEPT_MAX,
     Draining,
@@ -186,6 +187,7 @@ def _form_view(job: Job, record: r.ViewFormed) -> None:
     leaving = {m.node_id: m.incarnation for m in job.members.values() if m.node_id not in staying}
     job.released = leaving if view.kept and view.planned else {}
     job.view, job.formed_at, job.layout = view, record.at, None
+    job.formed_times = [*job.formed_times[-FORMED_KEPT_MAX + 1 :], record.at]
     job.members = {m.node_id: m for m in view.members}
     if not view.kept:
         ledger.begin_life(job.ledger, view.number)

@@ -6,6 +6,8 @@ launchers and health scripts of several clouds end a worker whose device is not 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from holdfast.core.fault_types import Blame, FaultRule, FaultType, Severity
 from holdfast.core.ladder import Strategy
 
@@ -99,6 +101,25 @@ FAULT_TYPES: tuple[FaultType, ...] = (
     _T(name="not-started", blame=_PLATFORM, severity=_SERIOUS, meaning="the process could not be started"),
 )
 
+CRITICAL_ENDINGS = ("memory-error", "uncorrectable", "lost", "inforom-corrupted", "unknown-device", "machine-check")
+
+
+def hardware_types(rules: Iterable[FaultRule]) -> tuple[FaultType, ...]:
+    """Kinds for an accelerator's rules that name none of ours. They mean hardware, as rules of accelerators do; memory
+    that fails and devices that are gone do not get well by themselves."""
+    known = {one.name for one in FAULT_TYPES}
+    return tuple(
+        FaultType(
+            name=name,
+            blame=_PLATFORM if name.endswith("residual-processes") else _NODE,
+            severity=_CRITICAL if name.endswith(CRITICAL_ENDINGS) else _SERIOUS,
+            meaning=f"the hardware or its driver failed ({name.replace('-', ' ')})",
+        )
+        for name in dict.fromkeys(rule.fault for rule in rules)
+        if name not in known
+    )
+
+
 _R = FaultRule
 
 OF_THE_SCRIPT = (
@@ -134,7 +155,7 @@ FAULT_RULES: tuple[FaultRule, ...] = (
     _R(fault="connection-lost", exception="ConnectionResetError"),
     _R(fault="connection-lost", exception="BrokenPipeError"),
     _R(fault="connection-lost", exception="ConnectionRefusedError"),
-    _R(fault="loader-died", exception="RuntimeError", text="DataLoader worker (pid"),
+    _R(fault="loader-died", exception="RuntimeError", text=r"DataLoader worker \(pid"),
     _R(fault="storage-full", exception="OSError", text="No space left on device"),
     _R(fault="storage-full", exception="OSError", text="Disk quota exceeded"),
     _R(fault="storage-error", exception="OSError", text="Input/output error"),

@@ -22,7 +22,7 @@ A user's file (`--fault-table FILE.toml`) adds rules, and kinds of its own or an
 
     [[rule]]
     fault = "licence-server"
-    code = 77                        # and/or: exception, signal, text
+    code = 77                        # and/or: exception, signal, text (a regular expression)
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from typing import TypeVar
 
 import msgspec
 
-from holdfast.core.fault_rows import FAULT_RULES, FAULT_TYPES
+from holdfast.core.fault_rows import FAULT_RULES, FAULT_TYPES, hardware_types
 from holdfast.core.fault_types import Fault, FaultRule, FaultTable, FaultType
 from holdfast.core.faults import End, Exited, Failure, NotStarted, OutOfMemory, Signalled
 from holdfast.errors import UsageError
@@ -60,6 +60,12 @@ def with_rules(table: FaultTable, rules: Iterable[FaultRule], types: Iterable[Fa
     for rule in added:
         assert rule.fault in known, f"a rule for {rule.fault}, which is no kind of fault"
     return FaultTable(known, (added, *table.tables))
+
+
+def with_accelerator(table: FaultTable, rules: Iterable[FaultRule]) -> FaultTable:
+    """The table with an accelerator's rules, which go before its own. They mean hardware, whatever they are called."""
+    added = tuple(rules)
+    return with_rules(table, added, (one for one in hardware_types(added) if one.name not in table.types))
 
 
 def typed(failure: Failure, table: FaultTable = BUILT_IN) -> Failure:
@@ -137,8 +143,8 @@ def _said(failure: Failure) -> Iterable[str]:
 
 
 def _line_with(text: str, lines: Iterable[str]) -> str:
-    wanted = text.lower()
-    line = next((line for line in lines if wanted in line.lower()), "")
+    wanted = re.compile(text, re.IGNORECASE)
+    line = next((line for line in lines if wanted.search(line)), "")
     return f"“{line.strip()}”" if line else ""
 
 
@@ -207,6 +213,11 @@ def _problem(rule: FaultRule, known: Iterable[str]) -> tuple[str, str] | None:
         return "", "a rule needs at least one of exception, code, signal and text"
     if rule.code is not None and not 1 <= rule.code <= 255:
         return "code", f"key code: {rule.code} is no exit code of a failure, give 1 to 255"
+    if rule.text:
+        try:
+            re.compile(rule.text)
+        except re.error as error:
+            return "text", f"key text: {rule.text!r} is no regular expression, {error}"
     if rule.signal and rule.signal not in Signals.__members__:
         return "signal", f"key signal: there is no signal {rule.signal!r}, give a name such as SIGSEGV"
     return None

@@ -67,7 +67,8 @@ class FaultRule(msgspec.Struct, frozen=True, kw_only=True):
     signal: str = ""
     """The signal that ended it, as `SIGSEGV`; also where a shell says so by an exit code above 128."""
     text: str = ""
-    """Part of the error's message or of one of the last lines of its log, in any case of letters."""
+    """A regular expression, searched for in the error's message or the last lines of its log, in any case of
+    letters."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):

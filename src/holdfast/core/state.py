@@ -22,6 +22,7 @@ GONE_NODES_MAX = 1_000
 INCIDENTS_KEPT_MAX = 1_000
 FAILURES_PER_INCIDENT_MAX = 64
 NOTED_MAX = 256
+FORMED_KEPT_MAX = 256
 CORDONS_KEPT_MAX = 256
 
 
@@ -29,7 +30,8 @@ class Noted(msgspec.Struct, frozen=True, kw_only=True):
     """What is remembered of a failure, to compare later ones with (blame.py)."""
 
     at: float
-    view: int
+    rank: int
+    pid: int
     machine: str
     fault: str
     is_of_node: bool
@@ -235,6 +237,8 @@ class Job:
     """Which shards were leased, and which could not be read."""
     noted: list[Noted] = field(default_factory=list)
     """The last failures, in short."""
+    formed_times: list[float] = field(default_factory=list)
+    """When the last views were formed."""
     cordons: list[NodeCordoned] = field(default_factory=list)
     """Nodes that were sent away for a fault."""
     cleared: set[str] = field(default_factory=set)
