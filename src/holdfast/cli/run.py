@@ -93,7 +93,7 @@ def _say(result: Result) -> None:
     from holdfast.core.sentences import failure_report
 
     if result.cause is not None:
-        print(failure_report(result.cause), file=sys.stderr)
+        print(f"{failure_report(result.cause)}\n`holdfast explain` tells the whole incident", file=sys.stderr)
     say = log.info if result.exit_code == 0 else log.error
     say(f"{result.outcome.value if result.outcome else 'failed'}: {result.why}", exit_code=result.exit_code)
 
