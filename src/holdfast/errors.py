@@ -12,6 +12,9 @@ HoldfastError                 something expected went wrong; its text says what,
 ├── ShardError                streamed shards cannot be read, so many that it is not the shards
 ├── CheckpointError           a checkpoint cannot be written, or what is on disk cannot be read
 ├── LaunchError               a process could not be started
+├── MissingRanksError         some ranks did not come to a barrier in time; it names them
+├── NumericError              a loss or a gradient was not a number, also when its step was repeated
+├── CorruptionError           this rank's parameters are not those of the others that should have the same
 ├── SettleError               the members of a view contradict one another about their state
 └── RetryableError            for users to raise inside a step: worth a second try in the same process
 
@@ -65,6 +68,22 @@ class CheckpointError(HoldfastError):
 
 class LaunchError(HoldfastError):
     """A process could not be started."""
+
+
+class MissingRanksError(HoldfastError):
+    """Some ranks did not come to a barrier in time."""
+
+    def __init__(self, text: str, ranks: tuple[int, ...]) -> None:
+        super().__init__(text)
+        self.ranks = ranks
+
+
+class NumericError(HoldfastError):
+    """A loss or a gradient was not a number, or far from all before, also when its step was repeated."""
+
+
+class CorruptionError(HoldfastError):
+    """This rank's parameters are not those of the others that should have the same."""
 
 
 class SettleError(HoldfastError):

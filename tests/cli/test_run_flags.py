@@ -77,6 +77,7 @@ SAMPLES = {
     "fault_table": "/etc/faults.toml",
     "cordon_limit": "5",
     "machine": "rack3-gpu17",
+    "straggler_action": "swap",
 }
 
 
@@ -293,6 +294,7 @@ def test_defaults() -> None:
         dynamic_failover_extension=None,
         fault_table=None,
         cordon_limit=3,
+        straggler_action="report",
         machine=None,
         state_dir="/home/ada/.holdfast",
         heartbeat_interval_s=1.0,

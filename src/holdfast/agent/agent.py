@@ -34,6 +34,7 @@ from holdfast.agent.line import LineServer
 from holdfast.agent.logs import WorkerLogs
 from holdfast.agent.master_keeper import EXIT_JOURNAL, MasterFailedError, MasterKeeper
 from holdfast.agent.memory import MemoryWatch
+from holdfast.agent.pace import PaceWatch
 from holdfast.agent.reports import Reports
 from holdfast.agent.store_ports import StorePorts
 from holdfast.agent.uplink import Uplink
@@ -119,6 +120,7 @@ class Agent:
             config, self._reports, launcher, self._logs, self._memory, self._order_changed.set, self._close_stores
         )
         self._lines = LineServer(self._crew)
+        self._paces = PaceWatch(lambda: self._crew.seated, self._reports)
         self._hangs = HangWatch(lambda: self._crew.seated, self._reports, config.hang_timeout_s)
 
     # --- what the link asks of us
@@ -178,6 +180,7 @@ class Agent:
         await self._open_line()
         link = self._linking = asyncio.create_task(self._join())
         self._beside(self._hangs.run())
+        self._beside(self._paces.run())
         self._beside(self._crew.ledger.run())
         self._beside(self._sample_memory())
         self._beside(self._look_after_master())

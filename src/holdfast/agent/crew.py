@@ -56,6 +56,7 @@ from holdfast.wire.session import (
     FromWorker,
     Interrupted,
     Joined,
+    Numbers,
     Prepare,
     Ready,
     Release,
@@ -477,6 +478,8 @@ class Crew:
                 self._reports.skipped(message)
             case Shards(view=view) if view <= self._last_view:
                 self._reports.shards(message)
+            case Numbers() if known.seat is not None and known.place is not None:
+                self._reports.numbers(message, known.place.rank)
             case Closed(step=step) if known.seat is not None:
                 self._reports.closed(step)
             case Released():

@@ -22,6 +22,7 @@ from holdfast.cli.secrets import find_token
 from holdfast.core.ladder import LADDER
 from holdfast.core.settings import Settings
 from holdfast.core.state import Finished
+from holdfast.core.stragglers import ACTIONS
 from holdfast.core.transact import replay
 from holdfast.errors import JournalError, JournalLockedError, UsageError, WireError
 from holdfast.failover import DynamicFailoverExtension, load
@@ -184,6 +185,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         spare_nodes=options.spare_nodes,
         replicas=options.replicas,
         cordon_limit=options.cordon_limit,
+        straggler_action=options.straggler_action,
         settle_s=options.settle,
         join_timeout_s=options.join_timeout,
         heartbeat_interval_s=options.heartbeat_interval,
@@ -211,6 +213,7 @@ def _parser() -> argparse.ArgumentParser:
     for name in ("--spares", "--spare-nodes", "--replicas", "--cordon-limit"):
         default = getattr(defaults, name[2:].replace("-", "_"))
         add(name, type=whole_number(0), default=default, help="as given to the agents")
+    add("--straggler-action", choices=ACTIONS, default=defaults.straggler_action, help="as given to the agents")
     add("--dynamic-failover-extension", default="", help="as given to the agents")
     add("--settle", type=float, default=defaults.settle_s, help="seconds to wait for nodes beyond the minimum")
     add("--join-timeout", type=float, default=defaults.join_timeout_s, help="seconds to wait for the minimum")

@@ -230,6 +230,7 @@ def _master_plan(options: RunOptions, host: str, port: int, run_id: str) -> Mast
         "--spare-nodes": options.spare_nodes,
         "--replicas": options.replicas,
         "--cordon-limit": options.cordon_limit,
+        "--straggler-action": options.straggler_action,
         "--settle": options.settle_s,
         "--join-timeout": options.join_timeout_s,
         "--heartbeat-interval": options.heartbeat_interval_s,

@@ -208,6 +208,13 @@ RECOVERY = (
         3,
         parse=whole_number(0),
     ),
+    _ours(
+        "--straggler-action",
+        "what to do about a rank that is slower than the others: report it, or swap its node for one that stands by",
+        "ACTION",
+        "report",
+        choices=("report", "swap"),
+    ),
     _ours("--machine", "name by which this machine is known across jobs; its host's if not given", "NAME"),
     _ours("--state-dir", "directory of the master's journal", "DIR", "~/.holdfast"),
     _ours(

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import heapq
 
-from holdfast.core import blame, ledger, planned, strategy, troubles
+from holdfast.core import blame, ledger, planned, stragglers, strategy, troubles
 from holdfast.core import records as r
 from holdfast.core.faults import Failure, describe, is_collateral, root_cause
 from holdfast.core.forming import form_anew, form_kept, store_among
@@ -70,7 +70,7 @@ def _of_the_job(job: Job, now: float) -> r.Record | None:
         return _while_troubled(job, job.view, trouble, now)
     if job.incident and _is_over(job, job.view):
         return _close(job, job.incident, job.view, now)
-    return None
+    return stragglers.conclude(job, now) if job.incident is None else None
 
 
 def next_deadline(job: Job) -> float | None:

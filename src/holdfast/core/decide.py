@@ -68,6 +68,14 @@ def decide(job: Job, event: e.Event, now: float) -> list[r.Record]:
             return ledger.decide(job.ledger, event, now) if is_heard else []
         case e.StreamNews():
             return _stream_news(job, event, now)
+        case e.PacesReported(node_id=node_id, incarnation=incarnation, view=view, paces=paces):
+            if not _in_current_view(job, node_id, incarnation, view):
+                return []
+            seats = job.members[node_id].workers
+            known = tuple(pace for pace in paces[:seats] if 0 <= pace.local_rank < seats)
+            return [r.PacesNoted(at=now, node_id=node_id, paces=known)]
+        case e.NumbersReported():
+            return _numbers(job, event, now)
         case e.DrainAsked(node_id=node_id, why=why):
             node = job.nodes.get(node_id)
             if node is None or not isinstance(node.standing, Present) or isinstance(job.phase, Finished):
@@ -172,6 +180,22 @@ def _session_news(
         case e.TrainingClosed(step=step) if not job.is_closed:
             return [r.TrainingEnded(at=now, node_id=node_id, view=view, step=step)]
     return []
+
+
+def _numbers(job: Job, event: e.NumbersReported, now: float) -> list[r.Record]:
+    if not _in_current_view(job, event.node_id, event.incarnation, event.view):
+        return []
+    return [
+        r.NumbersOdd(
+            at=now,
+            node_id=event.node_id,
+            view=event.view,
+            rank=event.rank,
+            step=event.step,
+            what=event.what[:MESSAGE_CHARS_MAX],
+            outcome=event.outcome,
+        )
+    ]
 
 
 def _stream_news(job: Job, event: e.StreamNews, now: float) -> list[r.Record]:

@@ -296,6 +296,35 @@ class StreamNews(msgspec.Struct, frozen=True, kw_only=True, tag="stream-news"):
     troubles: tuple[Trouble, ...]
 
 
+class NumbersReported(msgspec.Struct, frozen=True, kw_only=True, tag="numbers-reported"):
+    """A worker's step had odd numbers."""
+
+    node_id: str
+    incarnation: str
+    view: int
+    rank: int
+    step: int
+    what: str
+    outcome: str
+
+
+class Pace(msgspec.Struct, frozen=True):
+    """A worker's own time in a step, without what it waits for others: the median over its last steps."""
+
+    local_rank: int
+    own_s: float
+    steps: int
+
+
+class PacesReported(msgspec.Struct, frozen=True, kw_only=True, tag="paces-reported"):
+    """How fast a node's workers are."""
+
+    node_id: str
+    incarnation: str
+    view: int
+    paces: tuple[Pace, ...]
+
+
 class DrainAsked(msgspec.Struct, frozen=True, kw_only=True, tag="drain-asked"):
     """A person wants a node to leave at a step boundary."""
 
@@ -322,6 +351,8 @@ Event = (
     | SamplesWitnessed
     | StretchSkipped
     | StreamNews
+    | NumbersReported
+    | PacesReported
     | DrainAsked
     | ResizeAsked
     | LinkBroke

@@ -7,7 +7,7 @@ from typing import assert_never
 
 import msgspec
 
-from holdfast.core import leases, ledger
+from holdfast.core import leases, ledger, stragglers
 from holdfast.core import records as r
 from holdfast.core.blame import note
 from holdfast.core.copies import Holder, Seats, layout_of, reseat
@@ -105,6 +105,12 @@ def _apply(job: Job, record: r.Record) -> None:
             leases.note_leases(job.streams.by_name.setdefault(stream, leases.StreamState()), granted)
         case r.ShardFailed(stream=stream, trouble=trouble) | r.ShardQuarantined(stream=stream, trouble=trouble):
             leases.note_trouble(job.streams.by_name.setdefault(stream, leases.StreamState()), trouble)
+        case r.PacesNoted():
+            stragglers.note(job, record)
+        case r.StragglerFound(node_id=node_id, local_rank=local_rank):
+            job.stragglers.add((node_id, local_rank))
+        case r.NumbersOdd():
+            pass  # for people
         case r.IncidentOpened():
             _open_incident(job, record)
         case r.IncidentDecided():
@@ -174,6 +180,9 @@ def _clear_progress(job: Job) -> None:
     """All that is known of the workers of one view only."""
     for known in (job.started, job.done, job.failed, job.held, job.stuck, job.settled):
         known.clear()
+    for pace in (job.paces, job.slow, job.stragglers):
+        pace.clear()
+    job.pace_norm = (0.0, 0.0, 1.0)
     job.settled_at, job.proved, job.is_closed = 0.0, -1, False
 
 

@@ -41,7 +41,13 @@ FAULT_TYPES: tuple[FaultType, ...] = (
         meaning="the device's memory is too small for what the script wants, or in pieces",
     ),
     _T(name="device-assertion", blame=_CODE, severity=_SERIOUS, meaning="a kernel on the device found a wrong index"),
-    _T(name="numeric-fault", blame=_CODE, severity=_SERIOUS, meaning="a loss or a gradient was not a number"),
+    _T(
+        name="numeric-fault",
+        blame=_CODE,
+        severity=_SERIOUS,
+        meaning="a loss or a gradient was not a number, also when its step was repeated",
+        forbids=ALL_BUT_THE_END,
+    ),
     # One process.
     _T(name="exited", blame=_PROCESS, severity=_PASSING, meaning="the process ended itself"),
     _T(
@@ -76,6 +82,13 @@ FAULT_TYPES: tuple[FaultType, ...] = (
     _T(name="device-error", blame=_NODE, severity=_SERIOUS, meaning="the device reported an error of its own"),
     _T(name="device-slow", blame=_NODE, severity=_SERIOUS, meaning="the device is slower than its peers"),
     _T(name="silent-corruption", blame=_NODE, severity=_CRITICAL, meaning="the same step gave other numbers here"),
+    _T(
+        name="replicas-differ",
+        blame=_PLATFORM,
+        severity=_CRITICAL,
+        meaning="copies of the parameters differ, and it cannot be told which is right",
+        forbids=(Strategy.RETRY, Strategy.RECOVER_IN_PLACE, Strategy.RECOVER, Strategy.ELASTIC_TRAINING, Strategy.DUMP),
+    ),
     _T(name="node-lost", blame=_NODE, severity=_SERIOUS, meaning="the node was lost"),
     _T(name="check-failed", blame=_NODE, severity=_SERIOUS, meaning="a check of the node failed"),
     # The ways between nodes.
@@ -151,6 +164,8 @@ FAULT_RULES: tuple[FaultRule, ...] = (
     _R(fault="script-broken", exception="TabError"),
     _R(fault="device-out-of-memory", exception="OutOfMemoryError"),
     _R(fault="numeric-fault", exception="NumericError"),
+    _R(fault="replicas-differ", exception="CorruptionError", text="none of them has a majority"),
+    _R(fault="silent-corruption", exception="CorruptionError"),
     _R(fault="connection-lost", exception="DistNetworkError"),
     _R(fault="connection-lost", exception="ConnectionResetError"),
     _R(fault="connection-lost", exception="BrokenPipeError"),

@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from holdfast.core.events import DataSource, NodeInfo, Part, SessionInfo, Stumble, Vector
+from holdfast.core.events import DataSource, NodeInfo, Pace, Part, SessionInfo, Stumble, Vector
 from holdfast.core.faults import Failure
 from holdfast.core.ladder import Strategy as Strategy
 from holdfast.core.leases import Lease, Trouble
@@ -271,6 +271,31 @@ class ShardQuarantined(msgspec.Struct, frozen=True, kw_only=True, tag="shard-qua
     trouble: Trouble
 
 
+class NumbersOdd(msgspec.Struct, frozen=True, kw_only=True, tag="numbers-odd"):
+    """A step's loss or gradient was odd, and what became of it: repeated, passed, skipped, kept or stopped."""
+
+    at: float
+    node_id: str
+    view: int
+    rank: int
+    step: int
+    what: str
+    outcome: str
+
+
+class StragglerFound(msgspec.Struct, frozen=True, kw_only=True, tag="straggler-found"):
+    """A rank has been slower than all others for a while."""
+
+    at: float
+    view: int
+    node_id: str
+    rank: int
+    local_rank: int
+    own_s: float
+    usual_s: float
+    score: float
+
+
 class IncidentOpened(msgspec.Struct, frozen=True, kw_only=True, tag="incident-opened"):
     at: float
     number: int
@@ -351,6 +376,12 @@ class SamplesNoted(msgspec.Struct, frozen=True, kw_only=True, tag="samples-noted
     parts: tuple[Part, ...]
 
 
+class PacesNoted(msgspec.Struct, frozen=True, kw_only=True, tag="paces-noted"):
+    at: float
+    node_id: str
+    paces: tuple[Pace, ...]
+
+
 class NodeRefused(msgspec.Struct, frozen=True, kw_only=True, tag="node-refused"):
     at: float
     node_id: str
@@ -394,15 +425,17 @@ DurableRecord = (
     | ShardsLeased
     | ShardFailed
     | ShardQuarantined
+    | NumbersOdd
+    | StragglerFound
     | IncidentOpened
     | IncidentDecided
     | IncidentClosed
     | JobFinished
 )
-SoftRecord = LinkLost | LinkRestored | StoreReady | SparesKnown | SamplesNoted | NodeRefused
+SoftRecord = LinkLost | LinkRestored | StoreReady | SparesKnown | SamplesNoted | PacesNoted | NodeRefused
 Record = DurableRecord | SoftRecord
 
-SOFT_RECORDS = (LinkLost, LinkRestored, StoreReady, SparesKnown, SamplesNoted, NodeRefused)
+SOFT_RECORDS = (LinkLost, LinkRestored, StoreReady, SparesKnown, SamplesNoted, PacesNoted, NodeRefused)
 
 
 def is_durable(record: Record) -> bool:

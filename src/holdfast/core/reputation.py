@@ -32,7 +32,7 @@ PROBATION_S = DAY_S
 HALF_LIFE_S = 14 * DAY_S
 BAN_SCORE = 2.5
 LIFT_SCORE = 1.0
-WEIGHTS = {"node-lost": 0.5, "link-down": 0.5, "hang": 0.25, "residual-processes": 0.5}
+WEIGHTS = {"node-lost": 0.5, "link-down": 0.5, "hang": 0.25, "residual-processes": 0.5, "device-slow": 0.5}
 """Of faults that may well have been somebody else's. The rest of those blamed on nodes count whole, others nothing."""
 
 

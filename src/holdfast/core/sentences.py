@@ -78,6 +78,23 @@ def sentence(record: r.Record) -> str:
             return f"{stream}: {unread(trouble)}; it will be tried again ({trouble.tries} failed so far)"
         case r.ShardQuarantined(stream=stream, trouble=trouble):
             return f"{stream}: {unread(trouble)}; it is in quarantine for this epoch, after {trouble.tries} tries"
+        case r.PacesNoted(node_id=node_id, paces=paces):
+            return f"{node_id} told how fast its {len(paces)} workers are"
+        case r.StragglerFound(node_id=node_id, rank=rank, own_s=own_s, usual_s=usual_s):
+            times = f"{own_s / usual_s:.1f} times as long" if usual_s > 0 else "longer"
+            return (
+                f"rank {rank} on {node_id} is a straggler: {own_s * 1000:.1f} ms a step before its first collective,"
+                f" {times} as the others ({usual_s * 1000:.1f} ms)"
+            )
+        case r.NumbersOdd(rank=rank, step=step, what=what, outcome=outcome):
+            ends = {
+                "repeated": f"{what}: the step is repeated",
+                "passed": "the numbers that were odd are fine, now that the step is repeated",
+                "skipped": f"{what}, again: the batch is passed over, the step has no update",
+                "kept": f"{what}, again: the step counts as it is",
+                "stopped": f"{what}, again: the job stops",
+            }
+            return f"step {step}, rank {rank}: {ends.get(outcome, f'{what} ({outcome})')}"
         case r.SparesKnown(node_id=node_id, parked=parked):
             return f"{node_id} has {parked} spare{'s' * (parked != 1)} parked"
         case r.IncidentOpened(number=number, cause=cause):

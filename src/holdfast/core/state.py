@@ -237,6 +237,14 @@ class Job:
     """Which shards were leased, and which could not be read."""
     noted: list[Noted] = field(default_factory=list)
     """The last failures, in short."""
+    paces: dict[tuple[str, int], float] = field(default_factory=dict)
+    """Workers' own time in a step, as last reported in this view."""
+    pace_norm: tuple[float, float, float] = (0.0, 0.0, 1.0)
+    """When it was last looked, what ranks take, and how much they differ; where there are many."""
+    slow: dict[tuple[str, int], int] = field(default_factory=dict)
+    """In how many reports in a row each was slower than the others."""
+    stragglers: set[tuple[str, int]] = field(default_factory=set)
+    """Those of this view that are known."""
     formed_times: list[float] = field(default_factory=list)
     """When the last views were formed."""
     cordons: list[NodeCordoned] = field(default_factory=list)

@@ -31,8 +31,18 @@ from holdfast.core.events import Event, Hello, WorkerFailed
 from holdfast.core.fault_table import fault_of
 from holdfast.core.fault_types import Fault
 from holdfast.core.ladder import Strategy, Verdict
-from holdfast.core.records import NodeCleared, NodeCordoned, NodeJoined, NodeLost, Record, ViewFormed, WorkerLost
+from holdfast.core.records import (
+    NodeCleared,
+    NodeCordoned,
+    NodeJoined,
+    NodeLost,
+    Record,
+    StragglerFound,
+    ViewFormed,
+    WorkerLost,
+)
 from holdfast.core.reputation import DAY_S, Kind, Mark, NodeEvent, Repute
+from holdfast.core.sentences import sentence
 from holdfast.core.state import Job
 from holdfast.errors import HoldfastError
 from holdfast.journal import NodeBook
@@ -128,6 +138,8 @@ class Steward:
                 case ViewFormed(view=view) if view.replaced and view.strategy is not Strategy.DUMP:
                     for node_id in {node_id for node_id, _ in view.replaced}:
                         self._fault(job, node_id, fault_of("hang"), "a worker on it did not move any more")
+                case StragglerFound(node_id=node_id):
+                    self._fault(job, node_id, fault_of("device-slow"), sentence(record))
                 case NodeJoined(info=info):
                     self._returned(job, info.machine or info.host)
                 case NodeCordoned(lasting=True, machine=machine, why=why):

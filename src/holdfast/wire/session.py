@@ -2,7 +2,8 @@
 
 The worker speaks from a thread of its own, so that it hears a new view while its main thread hangs in a collective.
 
-    worker → agent     Enrol, Ready, Joined, Committed, Interrupted, Released, Skipped, Shards, Stacks
+    worker → agent     Enrol, Ready, Joined, Committed, Interrupted, Released, Skipped, Shards,
+                       Numbers, Stacks
     agent → worker     Welcome, Prepare, Assign, Revoke, Release, ShowStacks
 
 A worker's life in these words:
@@ -125,6 +126,15 @@ class Shards(msgspec.Struct, frozen=True, kw_only=True, tag="shards"):
     troubles: tuple[Trouble, ...]
 
 
+class Numbers(msgspec.Struct, frozen=True, kw_only=True, tag="numbers"):
+    """Odd numbers in a step, and what became of it: repeated, passed (as they were fine the second time), skipped,
+    kept, stopped."""
+
+    step: int
+    what: str
+    outcome: str
+
+
 class Stacks(msgspec.Struct, frozen=True, tag="stacks"):
     request: int
     text: str
@@ -168,5 +178,5 @@ class ShowStacks(msgspec.Struct, frozen=True, tag="show-stacks"):
     request: int
 
 
-FromWorker = Enrol | Ready | Joined | Committed | Interrupted | Closed | Released | Skipped | Shards | Stacks
+FromWorker = Enrol | Ready | Joined | Committed | Interrupted | Closed | Released | Skipped | Shards | Numbers | Stacks
 ToWorker = Welcome | Prepare | Assign | Revoke | Release | ShowStacks
