@@ -60,6 +60,12 @@ def test_grades(history: list[tuple[float, Kind]], day: float, grade: Grade) -> 
     assert judge(events(*history), day * DAY_S).grade is grade
 
 
+def test_what_is_most_often_somebody_elses_is_no_reason_for_probation() -> None:
+    hang = NodeEvent(at=0.0, kind=FAULT, fault="hang", weight=weight_of(fault_of("hang")))
+    assert judge([hang], HOUR_S).grade is Grade.GOOD
+    assert judge([hang] * 25, HOUR_S).grade is Grade.BANNED
+
+
 def test_a_mark_goes_before_the_history_and_may_run_out() -> None:
     mark = Mark(machine="m", at=0.0, by="ada", why="its fan is loud")
     assert judge([], 3 * HOUR_S, mark) == judge(events((0, FAULT)), 3 * HOUR_S, mark)
@@ -86,7 +92,7 @@ def test_a_clock_that_was_set_back_does_no_harm() -> None:
 
 @pytest.mark.parametrize(
     ("fault", "weight"),
-    [("device-lost", 1), ("driver-error", 1), ("node-lost", 0.5), ("hang", 0.25), ("killed", 0), ("script-error", 0)],
+    [("device-lost", 1), ("driver-error", 1), ("node-lost", 0.5), ("hang", 0.1), ("killed", 0), ("script-error", 0)],
 )
 def test_what_a_fault_says_against_its_machine(fault: str, weight: float) -> None:
     assert weight_of(fault_of(fault)) == weight

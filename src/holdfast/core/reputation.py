@@ -32,8 +32,11 @@ PROBATION_S = DAY_S
 HALF_LIFE_S = 14 * DAY_S
 BAN_SCORE = 2.5
 LIFT_SCORE = 1.0
-WEIGHTS = {"node-lost": 0.5, "link-down": 0.5, "hang": 0.25, "residual-processes": 0.5, "device-slow": 0.5}
-"""Of faults that may well have been somebody else's. The rest of those blamed on nodes count whole, others nothing."""
+WEIGHTS = {"node-lost": 0.5, "link-down": 0.5, "hang": 0.1, "residual-processes": 0.5, "device-slow": 0.5}
+"""Of faults that may well have been somebody else's: most hangs are scripts'. The rest of those blamed on nodes count
+whole, others nothing."""
+TELLING_WEIGHT = 0.5
+"""From which on a single fault is a reason for probation."""
 
 
 class Grade(StrEnum):
@@ -133,7 +136,8 @@ def _add(record: Record, event: NodeEvent) -> None:
         case Kind.FAULT:
             record.score += event.weight
             record.is_banned |= record.score >= BAN_SCORE
-            record.last, record.returned_at = event, None
+            if event.weight >= TELLING_WEIGHT:
+                record.last, record.returned_at = event, None
         case Kind.CLEARED:
             record.score = max(record.score - event.weight, 0.0)
             record.is_banned &= record.score >= BAN_SCORE

@@ -7,7 +7,7 @@ Before the core hears of it:
 After the journal has it:
     a fault that is a node's      into the machine's history; if that makes it a lemon it is kept from jobs for a while
     a node falls silent           the same, counted half: the node may have been taken away, or the network
-    a worker is replaced          as it hangs: the same, counted a quarter
+    a worker is replaced          as it hangs: the same, counted a tenth
     a node joins after a fault    it is back: from now on it is on probation
     a node is cordoned            for good: the platform is told, unless too many were within a day
     a node is cleared             all of it is taken back
@@ -42,7 +42,6 @@ from holdfast.core.records import (
     WorkerLost,
 )
 from holdfast.core.reputation import DAY_S, Kind, Mark, NodeEvent, Repute
-from holdfast.core.sentences import sentence
 from holdfast.core.state import Job
 from holdfast.errors import HoldfastError
 from holdfast.journal import NodeBook
@@ -138,8 +137,6 @@ class Steward:
                 case ViewFormed(view=view) if view.replaced and view.strategy is not Strategy.DUMP:
                     for node_id in {node_id for node_id, _ in view.replaced}:
                         self._fault(job, node_id, fault_of("hang"), "a worker on it did not move any more")
-                case StragglerFound(node_id=node_id):
-                    self._fault(job, node_id, fault_of("device-slow"), sentence(record))
                 case NodeJoined(info=info):
                     self._returned(job, info.machine or info.host)
                 case NodeCordoned(lasting=True, machine=machine, why=why):
