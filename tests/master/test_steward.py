@@ -224,3 +224,15 @@ def test_histories_know_what_happened(tmp_path: Path) -> None:
     care.do(care.world.hello("a"), care.world.hello("b"))
     care.do(care.world.silent("b"))
     assert [(e.kind, e.weight) for e in care.book.history("host-b")] == [(Kind.FAULT, 0.5)]
+
+
+def test_checks_are_part_of_the_history(tmp_path: Path) -> None:
+    care = Care(tmp_path, nodes=(1, 2))
+    care.do(care.world.hello("a"))
+    care.steward.checked(care.world.job, "a", is_fit=False, why="matmul: 3.1 times as long as expected")
+    assert care.kinds("host-a") == ["check-failed check-failed"]
+    later = Care(tmp_path, nodes=(1, 2))
+    later.do(later.world.hello("a"))
+    assert later.world.job.nodes["a"].repute.grade is Grade.PROBATION
+    later.steward.checked(later.world.job, "a", is_fit=True, why="all stages")
+    assert later.steward._repute("host-a").grade is Grade.GOOD

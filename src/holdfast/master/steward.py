@@ -37,7 +37,6 @@ from holdfast.core.records import (
     NodeJoined,
     NodeLost,
     Record,
-    StragglerFound,
     ViewFormed,
     WorkerLost,
 )
@@ -143,6 +142,12 @@ class Steward:
                     self._cordon(job, Mark(machine=machine, at=self._clock(), by=f"job {job.job_id}", why=why))
                 case NodeCleared(machine=machine, fault=fault, why=why):
                     self._clear(job, machine, fault, why)
+
+    def checked(self, job: Job, node_id: str, *, is_fit: bool, why: str) -> None:
+        """A check of the node is over. One that failed counts as a fault, and is no secret until another is passed."""
+        kind, weight = (Kind.CHECK_PASSED, 0.0) if is_fit else (Kind.CHECK_FAILED, 1.0)
+        fault = "" if is_fit else "check-failed"
+        self._note(blame.machine_of(job, node_id), kind, job, fault=fault, weight=weight, why=why)
 
     def reconcile(self, job: Job) -> None:
         """A new master: what the last one may not have got round to."""
