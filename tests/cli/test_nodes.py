@@ -41,7 +41,7 @@ def test_cordon_and_uncordon(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert len(lines) == 2 and "its fan is loud" in lines[0] and "fan replaced" in lines[1]
 
 
-def test_the_doubtful_come_first_and_a_lemon_can_be_let_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_doubtful_come_first_and_a_lemon_is_let_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     book, now = NodeBook(tmp_path / BOOK_NAME), time.time()
     for machine, faults in (("good", 0), ("lemon", 3), ("once", 1)):
         book.note(machine, NodeEvent(at=now - 10, kind=Kind.CHECK_PASSED))
