@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from holdfast.data.stream import Stream
     from holdfast.errors import RetryableError
     from holdfast.failover import DynamicAgentFailoverExtension, DynamicFailoverExtension, FailoverStrategy
+    from holdfast.monitors import ErrorMonitor, Verdict
     from holdfast.worker.checkpointer import Checkpointer
     from holdfast.worker.elastic import elastic
     from holdfast.worker.session import Job, init
@@ -24,6 +25,7 @@ __all__ = [
     "Checkpointer",
     "DynamicAgentFailoverExtension",
     "DynamicFailoverExtension",
+    "ErrorMonitor",
     "FailoverStrategy",
     "Job",
     "Loader",
@@ -31,6 +33,7 @@ __all__ = [
     "Sampler",
     "Step",
     "Stream",
+    "Verdict",
     "__version__",
     "elastic",
     "init",
@@ -40,6 +43,7 @@ _ROOMS = {
     "Checkpointer": "holdfast.worker.checkpointer",
     "DynamicAgentFailoverExtension": "holdfast.failover",
     "DynamicFailoverExtension": "holdfast.failover",
+    "ErrorMonitor": "holdfast.monitors",
     "FailoverStrategy": "holdfast.failover",
     "Job": "holdfast.worker.session",
     "Loader": "holdfast.data.loader",
@@ -47,6 +51,7 @@ _ROOMS = {
     "Sampler": "holdfast.data.sampler",
     "Step": "holdfast.worker.steps",
     "Stream": "holdfast.data.stream",
+    "Verdict": "holdfast.monitors",
     "elastic": "holdfast.worker.elastic",
     "init": "holdfast.worker.session",
 }

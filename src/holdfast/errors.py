@@ -16,6 +16,9 @@ HoldfastError                 something expected went wrong; its text says what,
 │   └── StorageError          the storage is full, away or will not have us: says nothing about what lies there
 ├── ReplicaError              a copy of a snapshot was not taken in by its holder, or cannot be had from it
 ├── LaunchError               a process could not be started
+├── MissingRanksError         some ranks did not come to a barrier in time; it names them
+├── NumericError              a loss or a gradient was not a number, also when its step was repeated
+├── CorruptionError           this rank's parameters are not those of the others that should have the same
 ├── SettleError               the members of a view contradict one another about their state
 └── RetryableError            for users to raise inside a step: worth a second try in the same process
 
@@ -85,6 +88,22 @@ class ReplicaError(HoldfastError):
 
 class LaunchError(HoldfastError):
     """A process could not be started."""
+
+
+class MissingRanksError(HoldfastError):
+    """Some ranks did not come to a barrier in time."""
+
+    def __init__(self, text: str, ranks: tuple[int, ...]) -> None:
+        super().__init__(text)
+        self.ranks = ranks
+
+
+class NumericError(HoldfastError):
+    """A loss or a gradient was not a number, or far from all before, also when its step was repeated."""
+
+
+class CorruptionError(HoldfastError):
+    """This rank's parameters are not those of the others that should have the same."""
 
 
 class SettleError(HoldfastError):

@@ -17,14 +17,11 @@ not asked again until it has.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from traceback import format_exception_only
 from typing import TypeVar
 
 import msgspec
@@ -33,6 +30,7 @@ import structlog
 from holdfast.core.faults import Failure, describe
 from holdfast.core.ladder import FailoverStrategy
 from holdfast.errors import UsageError
+from holdfast.guests import Guest, GuestError, reason
 
 __all__ = [
     "DynamicAgentFailoverExtension",
@@ -48,7 +46,6 @@ TIME_LIMIT_S = 3.0
 """Everybody else waits for the answer: long enough to ask a monitoring system, short beside a restart from storage."""
 HISTORY_MAX = 64
 """Earlier failures that an extension is told, the newest ones."""
-REASON_CHARS_MAX = 500
 
 log = structlog.get_logger("failover")
 _T = TypeVar("_T")
@@ -166,41 +163,14 @@ def _guarded(what: str, work: Callable[[], _T]) -> _T:
     try:
         return work()
     except (Exception, SystemExit) as error:  # it is the user's code, which may raise anything
-        raise UsageError(f"{what} ({_reason(error)})") from error
+        raise UsageError(f"{what} ({reason(error)})") from error
 
 
 # --- asking
 
-_one_at_a_time = threading.Lock()
-_stuck: list[threading.Thread] = []
+_guest = Guest("failover extension")
+_stuck = _guest.stuck
 """Calls that did not come back in time."""
-
-
-class _Call:
-    """One question, asked in a thread; `answer` gets what came of it, an exception included."""
-
-    def __init__(self, extension: Extension, info: FailureInfo) -> None:
-        self._extension, self._info = extension, info
-        self._loop = asyncio.get_running_loop()
-        self.answer: asyncio.Future[object] = self._loop.create_future()
-        self.abandoned = False
-        # A daemon: one that never comes back does not keep the process from ending.
-        self.thread = threading.Thread(target=self._run, name="failover extension", daemon=True)
-
-    def _run(self) -> None:
-        with _one_at_a_time:
-            if self.abandoned:
-                return
-            try:
-                found: object = self._extension.get_user_failover_strategy(self._info)
-            except BaseException as error:  # it is the user's code, which may raise anything
-                found = error
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            self._loop.call_soon_threadsafe(self._settle, found)
-
-    def _settle(self, found: object) -> None:
-        if not self.answer.done():
-            self.answer.set_result(found)
 
 
 async def ask(
@@ -212,30 +182,17 @@ async def ask(
     limit_s: float | None = None,
 ) -> FailoverStrategy:
     """What the extension says about the failure. Takes `limit_s` at most, TIME_LIMIT_S if not given; never raises."""
-    limit_s = TIME_LIMIT_S if limit_s is None else limit_s
-    _stuck[:] = [thread for thread in _stuck if thread.is_alive()]
-    if _stuck:
-        return _normal(extension, failure, "it has not come back from an earlier call, and is not asked before")
     info = FailureInfo(failure=failure, restart_count=restart_count, history=tuple(history)[-HISTORY_MAX:])
-    call = _Call(extension, info)
     try:
-        call.thread.start()
-    except RuntimeError as error:
-        return _normal(extension, failure, f"no thread could be started for it: {error}")
-    try:
-        async with asyncio.timeout(limit_s):
-            found = await call.answer
-    except TimeoutError:
-        _stuck.append(call.thread)
-        return _normal(extension, failure, f"it did not answer in {limit_s:.1f} s")
-    finally:
-        call.abandoned = True
+        found = await _guest.ask(
+            lambda: extension.get_user_failover_strategy(info), TIME_LIMIT_S if limit_s is None else limit_s
+        )
+    except GuestError as error:
+        return _normal(extension, failure, str(error))
     return _judged(extension, failure, found)
 
 
 def _judged(extension: Extension, failure: Failure, found: object) -> FailoverStrategy:
-    if isinstance(found, BaseException):
-        return _normal(extension, failure, f"it raised {_reason(found)}")
     if not isinstance(found, FailoverStrategy):
         return _normal(extension, failure, f"it answered with a {type(found).__name__}, not a FailoverStrategy")
     if found is not FailoverStrategy.NORMAL_FAILOVER:
@@ -250,9 +207,3 @@ def _normal(extension: Extension, failure: Failure, why: str) -> FailoverStrateg
 
 def _name(extension: Extension) -> str:
     return f"the failover extension {type(extension).__name__}"
-
-
-def _reason(error: BaseException) -> str:
-    """In one line; also of an exception that cannot even say what it is."""
-    text = " ".join(format_exception_only(error)[-1].split())
-    return text if len(text) <= REASON_CHARS_MAX else f"{text[:REASON_CHARS_MAX]}..."

@@ -18,11 +18,10 @@ from holdfast.agent.hangs import (
     Sighting,
     StepTimes,
     Stillness,
-    group_stacks,
     process_state,
     time_spent_s,
 )
-from holdfast.core.events import Vector
+from holdfast.core.diagnosis import group_stacks
 from holdfast.core.ladder import Strategy
 from holdfast.wire.progress import Phase
 
@@ -132,10 +131,7 @@ def test_a_pause_suspends_it_and_who_has_ended_does_not_count() -> None:
 
 
 def test_equal_stacks_are_shown_once_and_the_odd_one_first() -> None:
-    def at(rank: int, stack: str) -> Vector:
-        return Vector(rank=rank, local_rank=rank, step=1, phase=3, collectives=1, waiting=True, stack=stack)
-
-    assert group_stacks([at(0, "x"), at(3, "x"), at(1, "y"), at(2, "x")]) == [((1,), "y"), ((0, 2, 3), "x")]
+    assert group_stacks([(0, "x"), (3, "x"), (1, "y"), (2, "x")]) == [((1,), "y"), ((0, 2, 3), "x")]
     assert group_stacks([]) == []
 
 

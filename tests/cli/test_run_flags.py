@@ -80,6 +80,10 @@ SAMPLES = {
     "checkpoint_keep": "last:2,every:1000",
     "hang_timeout": "90",
     "dynamic_failover_extension": "my.failover::Mine",
+    "fault_table": "/etc/faults.toml",
+    "cordon_limit": "5",
+    "machine": "rack3-gpu17",
+    "straggler_action": "swap",
 }
 
 
@@ -300,6 +304,10 @@ def test_defaults() -> None:
         checkpoint_keep="last:3",
         hang_timeout_s=None,
         dynamic_failover_extension=None,
+        fault_table=None,
+        cordon_limit=3,
+        straggler_action="report",
+        machine=None,
         state_dir="/home/ada/.holdfast",
         heartbeat_interval_s=1.0,
         silence_timeout_s=5.0,

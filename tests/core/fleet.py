@@ -29,10 +29,13 @@ from holdfast.core import orders as o
 from holdfast.core.conclude import next_deadline
 from holdfast.core.copies import Holder, Layout, lack
 from holdfast.core.decide import decide
-from holdfast.core.faults import NotStarted
+from holdfast.core.fault_table import typed
+from holdfast.core.faults import Exited, NotStarted
 from holdfast.core.ladder import Strategy
+from holdfast.core.reputation import Repute
 from holdfast.core.state import Gathering
 
+GOOD = Repute()
 ROUNDS_MAX = 300
 """A fleet that is left alone comes to rest long before."""
 
@@ -68,6 +71,8 @@ class Agent:
     parked: int = 0
     wanted: int = 0
     """Spares that it has, and was told to keep."""
+    repute: Repute = Repute()
+    """What its machine is known for."""
 
     @property
     def reachable(self) -> bool:
@@ -100,11 +105,12 @@ class Fleet:
 
     # --- lives and connections
 
-    def start(self, node_id: str, *, vouch: bool) -> Agent:
+    def start(self, node_id: str, *, vouch: bool, repute: Repute = GOOD) -> Agent:
         """A new life; `vouch`: it can see which lives before it on its machine are dead."""
         life = self.world.next_life(node_id)
         former = tuple(sorted(d for d in self.dead if d.startswith(f"{node_id}."))) if vouch else ()
         agent = Agent(node_id, life, former)
+        agent.repute = repute
         self.agents.append(agent)
         self.hello(agent)
         return agent
@@ -114,11 +120,10 @@ class Fleet:
         agent.connected, agent.cut = True, False
         self.mail = [(a, m) for a, m in self.mail if a is not agent or not isinstance(m, e.StoreOffered)]
         port = self._open_port(agent)
-        self.take_in(
-            self.world.hello(
-                agent.node_id, life=agent.life, store_port=port, dead_lives=agent.dead_lives, parked=agent.parked
-            )
+        hello = self.world.hello(
+            agent.node_id, life=agent.life, store_port=port, dead_lives=agent.dead_lives, parked=agent.parked
         )
+        self.take_in(msgspec.structs.replace(hello, repute=agent.repute))
 
     def _open_port(self, agent: Agent) -> int:
         port = self.world.port()
@@ -189,13 +194,16 @@ class Fleet:
         self.take_in(event)
         assert offer or decide(self.world.job, event, self.world.now) == [], "to be told twice makes a difference"
 
-    def workers_fail(self, agent: Agent, local_rank: int, *, collateral: bool) -> None:
+    def workers_fail(self, agent: Agent, local_rank: int, *, collateral: bool, code: int = 1) -> None:
+        """As its agent would report it: typed, by the tables."""
         assert agent.serve is not None
         self._end_worker(agent, local_rank)
         agent.dead.add(local_rank)
         event = self.world.failed(
-            agent.node_id, local_rank, view=agent.serve.view, life=agent.life, collateral=collateral
+            agent.node_id, local_rank, view=agent.serve.view, life=agent.life, collateral=collateral, end=Exited(code)
         )
+        if code != 1:
+            event = msgspec.structs.replace(event, failure=typed(event.failure))
         self._report(agent, event)
 
     def _end_worker(self, agent: Agent, local_rank: int) -> None:

@@ -23,6 +23,7 @@ from holdfast.core import events as e
 from holdfast.core import records as r
 from holdfast.core.ladder import LADDER, Strategy
 from holdfast.core.planned import may_resize
+from holdfast.core.reputation import Grade, Repute
 from holdfast.core.views import View
 
 pytestmark = pytest.mark.timeout(900)  # when it fails, finding the shortest story takes longer than running
@@ -45,6 +46,7 @@ RECOVERIES = [
     (Strategy.RECOVER, Strategy.ELASTIC_TRAINING),
     (Strategy.EXIT,),
 ]
+REPUTES = [Repute(), Repute(), *(Repute(grade, "a reason") for grade in Grade if grade is not Grade.GOOD)]
 PAUSES_S = [0.05, 0.3, 0.5, 4.0, 31.0]
 
 picks = st.integers(0, 7)
@@ -111,9 +113,9 @@ class Machine(RuleBasedStateMachine):
     # --- nodes come and go
 
     @precondition(lambda self: len(self.fleet.agents) < 5)
-    @rule(node_id=st.sampled_from("abcde"), vouch=st.booleans())
-    def a_node_starts(self, node_id: str, vouch: bool) -> None:
-        self.fleet.start(node_id, vouch=vouch)
+    @rule(node_id=st.sampled_from("abcde"), vouch=st.booleans(), repute=st.sampled_from(REPUTES))
+    def a_node_starts(self, node_id: str, vouch: bool, repute: Repute) -> None:
+        self.fleet.start(node_id, vouch=vouch, repute=repute)
 
     @precondition(lambda self: self.fleet.agents)
     @rule(pick=picks)
@@ -160,10 +162,12 @@ class Machine(RuleBasedStateMachine):
     # --- workers
 
     @precondition(lambda self: self.working())
-    @rule(pick=picks, collateral=st.booleans())
-    def a_worker_fails(self, pick: int, collateral: bool) -> None:
+    @rule(pick=picks, collateral=st.booleans(), code=st.sampled_from([1, 1, 3, 14, 201]))
+    def a_worker_fails(self, pick: int, collateral: bool, code: int) -> None:
+        """By itself, or by a fault of its node."""
         agent = self.pick(pick, self.working())
-        self.fleet.workers_fail(agent, sorted(agent.running)[pick % len(agent.running)], collateral=collateral)
+        local_rank = sorted(agent.running)[pick % len(agent.running)]
+        self.fleet.workers_fail(agent, local_rank, collateral=collateral, code=code)
 
     @precondition(lambda self: self.at_work())
     @rule(pick=picks)
@@ -278,6 +282,13 @@ class Machine(RuleBasedStateMachine):
             if number == self.world.view_number:
                 for agent in agents:
                     assert job.members[agent.node_id].incarnation == agent.life, "a stranger serves the view"
+
+    @invariant()
+    def nobody_is_sent_away_beyond_the_limits(self) -> None:
+        sent = [record for record in self.world.history if isinstance(record, r.NodeCordoned)]
+        for record in sent:
+            within = [other for other in sent if record.at - 86_400 < other.at <= record.at]
+            assert len(within) <= self.world.settings.cordon_limit
 
     @invariant()
     def restarts_are_counted_once_a_view(self) -> None:

@@ -35,6 +35,8 @@ START = 100.0
 EXITED = Exited(1)
 SOFT_FIELDS = {"link", "store_port", "parked", "parked_at"}
 """What a node's records of connections say; a journal does not hold it."""
+SOFT_JOB_FIELDS = {"images", "paces", "pace_norm", "slow"}
+"""How fast workers are: known again a few seconds after a restart of the master."""
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(r.DurableRecord).decode
@@ -390,7 +392,7 @@ class World:
 
 def durable(job: Job) -> dict[str, Any]:
     """All that a journal must be able to rebuild."""
-    told = {f.name: getattr(job, f.name) for f in fields(job) if f.name not in ("nodes", "images")}
+    told = {f.name: getattr(job, f.name) for f in fields(job) if f.name not in ("nodes", *SOFT_JOB_FIELDS)}
     return told | {"nodes": {node_id: _durable_node(node) for node_id, node in job.nodes.items()}}
 
 

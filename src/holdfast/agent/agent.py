@@ -32,6 +32,7 @@ from holdfast.agent.line import LineServer
 from holdfast.agent.logs import WorkerLogs
 from holdfast.agent.master_keeper import EXIT_JOURNAL, MasterFailedError, MasterKeeper
 from holdfast.agent.memory import MemoryWatch
+from holdfast.agent.pace import PaceWatch
 from holdfast.agent.reports import Reports
 from holdfast.agent.state_keeper import StateKeeper, find_last_checkpoint
 from holdfast.agent.store_ports import StorePorts
@@ -129,6 +130,7 @@ class Agent:
         )
         self._lines = LineServer(self._crew)
         self._replication = self._state.replicate()
+        self._paces = PaceWatch(lambda: self._crew.seated, self._reports)
         self._hangs = HangWatch(lambda: self._crew.seated, self._reports, config.hang_timeout_s)
 
     # --- what the link asks of us
@@ -150,6 +152,7 @@ class Agent:
             log_dir=str(config.logs.run_dir),
             domain=config.failure_domain,
             bulk_port=self._replication.port,
+            machine=config.machine,
         )
         return Hello(
             node_id=config.node_id,
@@ -190,6 +193,7 @@ class Agent:
         await self._open_line()
         link = self._linking = asyncio.create_task(self._join())
         self._beside(self._hangs.run())
+        self._beside(self._paces.run())
         self._beside(self._crew.ledger.run())
         self._beside(self._sample_memory())
         self._beside(self._look_after_master())

@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from holdfast.agent.logs import WorkerLogFiles, read_tail, tail_lines
+from holdfast.core.fault_table import BUILT_IN, typed
+from holdfast.core.fault_types import FaultTable
 from holdfast.core.faults import (
     LOG_LINE_CHARS_MAX,
     LOG_TAIL_LINES_MAX,
@@ -86,6 +88,8 @@ def examine(
     ended_at: float,
     files: WorkerLogFiles,
     memory_evidence: Callable[[int], str] = lambda pid: "",
+    step: int = -1,
+    table: FaultTable = BUILT_IN,
 ) -> Failure | None:
     """None for success. `exit_code` is negative for a signal, as subprocess counts; `memory_evidence` is asked only
     where SIGKILL was the end, because an answer uses up a counted kill (`MemoryWatch.evidence`)."""
@@ -94,7 +98,7 @@ def examine(
     end = find_end(exit_code, pid, memory_evidence)
     finding = read_error_file(files.error_file, ended_at) or read_stderr(end, files) or NOTHING
     log_file, log_tail = find_log_tail(files)
-    return Failure(
+    failure = Failure(
         node_id=node_id,
         view=view,
         rank=rank,
@@ -108,7 +112,9 @@ def examine(
         log_tail=log_tail,
         error_file=files.error_file if Path(files.error_file).is_file() else "",
         log_file=log_file,
+        step=step,
     )
+    return typed(failure, table)
 
 
 def find_end(exit_code: int, pid: int, memory_evidence: Callable[[int], str]) -> End:

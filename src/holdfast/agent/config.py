@@ -9,6 +9,8 @@ import msgspec
 
 from holdfast.agent.logs import LogPlan
 from holdfast.core.events import JobSpec
+from holdfast.core.fault_table import BUILT_IN
+from holdfast.core.fault_types import FaultTable
 from holdfast.wire.channel import Tls
 from holdfast.wire.session import Snapshots
 
@@ -87,3 +89,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How long nothing may move on this node. None: as long as its own steps make reasonable; 0: for ever."""
     failover: str = ""
     """The user's failover extension, `module::Class`; empty: none."""
+    fault_table: FaultTable = BUILT_IN
+    """What faults look like: the user's rules, the accelerator's, ours."""
+    machine: str = ""
+    """The name by which this machine is known across jobs; empty: its host's."""

@@ -46,6 +46,7 @@ from holdfast.agent.staff import Staff
 from holdfast.agent.state_keeper import StateKeeper
 from holdfast.agent.workers import Worker, until_gone
 from holdfast.core.events import SessionInfo
+from holdfast.core.fault_table import typed
 from holdfast.core.faults import Failure, NotStarted
 from holdfast.core.ladder import Strategy
 from holdfast.core.orders import Hold, Serve
@@ -58,6 +59,7 @@ from holdfast.wire.session import (
     Interrupted,
     Joined,
     NeedRoom,
+    Numbers,
     Prepare,
     Ready,
     Release,
@@ -371,7 +373,7 @@ class Crew:
             failed_at=time.time(),
         )
         self._revoke(f"local rank {seat} could not be started")
-        self._report_failure(failure)
+        self._report_failure(typed(failure, self._config.fault_table))
 
     # --- ends
 
@@ -405,6 +407,8 @@ class Crew:
             ended_at=ended_at,
             files=worker.files,
             memory_evidence=self._memory.evidence,
+            step=worker.page.get("step") if worker.joined else -1,
+            table=self._config.fault_table,
         )
         if failure is not None:
             self._report_failure(failure)
@@ -486,6 +490,8 @@ class Crew:
                 self._reports.skipped(message)
             case Shards(view=view) if view <= self._last_view:
                 self._reports.shards(message)
+            case Numbers() if known.seat is not None and known.place is not None:
+                self._reports.numbers(message, known.place.rank)
             case Closed(step=step) if known.seat is not None:
                 self._reports.closed(step)
             case Released():

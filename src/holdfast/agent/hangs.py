@@ -24,7 +24,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,6 +32,7 @@ import structlog
 
 from holdfast.agent.reports import Reports
 from holdfast.agent.workers import Worker
+from holdfast.core.diagnosis import group_stacks, ranks_text
 from holdfast.core.events import Vector
 from holdfast.wire.progress import Phase, ProgressPage
 from holdfast.wire.session import ShowStacks
@@ -334,18 +335,7 @@ def why_no_answer(pid: int) -> str:
     return f"(no answer from process {pid}: it is {STATES.get(state, state)}{where})"
 
 
-def group_stacks(vectors: Iterable[Vector]) -> list[tuple[tuple[int, ...], str]]:
-    """Ranks that are in the same place, together; the smallest group first, as it is the odd one out."""
-    groups: dict[str, list[int]] = {}
-    for one in vectors:
-        groups.setdefault(one.stack, []).append(one.rank)
-    ordered = sorted(groups.items(), key=lambda group: (len(group[1]), group[1]))
-    return [(tuple(sorted(ranks)), stack) for stack, ranks in ordered]
-
-
 def describe_stacks(vectors: Sequence[Vector]) -> str:
     """For the log."""
-    return "\n".join(
-        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}:\n{stack.rstrip()}"
-        for ranks, stack in group_stacks(vectors)
-    )
+    groups = group_stacks((vector.rank, vector.stack) for vector in vectors)
+    return "\n".join(f"{ranks_text(ranks)}:\n{stack.rstrip()}" for ranks, stack in groups)

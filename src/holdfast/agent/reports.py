@@ -9,6 +9,9 @@ from holdfast.core.events import (
     DataAnnounced,
     DataSource,
     Event,
+    NumbersReported,
+    Pace,
+    PacesReported,
     Part,
     SamplesWitnessed,
     SessionBegan,
@@ -29,7 +32,7 @@ from holdfast.core.events import (
 )
 from holdfast.core.faults import Failure
 from holdfast.core.kept import KeptImage
-from holdfast.wire.session import Interrupted, Shards, Skipped
+from holdfast.wire.session import Interrupted, Numbers, Shards, Skipped
 
 SHARD_REPORTS_WAITING_MAX = 10_000
 """While the master is away, leases are not what the agent's memory is for."""
@@ -191,6 +194,29 @@ class Reports:
                 step=message.step,
                 leases=message.leases,
                 troubles=message.troubles,
+            )
+        )
+
+    def paces(self, paces: tuple[Pace, ...]) -> None:
+        """How fast the workers are. Old ones are of no use: while the master is away nothing is said."""
+        if self.waiting == 0:
+            self._send(
+                PacesReported(node_id=self._node_id, incarnation=self._incarnation(), view=self._view, paces=paces)
+            )
+
+    def numbers(self, message: Numbers, rank: int) -> None:
+        """A worker's step had odd numbers. Of many, as when a run has gone astray, the first ones are enough."""
+        if self.waiting > SHARD_REPORTS_WAITING_MAX:
+            return
+        self._send(
+            NumbersReported(
+                node_id=self._node_id,
+                incarnation=self._incarnation(),
+                view=self._view,
+                rank=rank,
+                step=message.step,
+                what=message.what,
+                outcome=message.outcome,
             )
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from holdfast import __version__
-from holdfast.cli import checkpoints, data, events, logs, operate, status
+from holdfast.cli import checkpoints, data, events, explain, logs, nodes, operate, status
 
 EPILOG = "`holdfast run --help` and `holdfast master --help` show the flags of those two."
 
@@ -30,7 +30,7 @@ def build_app() -> typer.Typer:
     )
     app.command("run", help="Run a script on this node: torchrun's flags and more.")(_elsewhere)
     app.command("master", help="Run a job's master alone.")(_elsewhere)
-    for module in (status, events, logs, checkpoints, data, operate):
+    for module in (status, events, explain, logs, checkpoints, data, nodes, operate):
         module.register(app)
 
     @app.command()

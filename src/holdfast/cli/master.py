@@ -22,11 +22,15 @@ from holdfast.cli.secrets import find_token
 from holdfast.core.ladder import LADDER
 from holdfast.core.settings import Settings
 from holdfast.core.state import Finished
+from holdfast.core.stragglers import ACTIONS
 from holdfast.core.transact import replay
 from holdfast.errors import JournalError, JournalLockedError, UsageError, WireError
 from holdfast.failover import DynamicFailoverExtension, load
-from holdfast.journal import SqliteJournal, read_entries, set_aside
+from holdfast.journal import BOOK_NAME, NodeBook, SqliteJournal, read_entries, set_aside
 from holdfast.master.master import Master
+from holdfast.master.steward import Steward
+from holdfast.monitors import load as load_monitors
+from holdfast.platforms.base import open_platform
 from holdfast.wire.channel import Tls
 
 log = structlog.get_logger("master")
@@ -67,7 +71,7 @@ async def _run(
         check_free(options.host, options.port)  # before the journal is touched: most often another agent was first
         journal = open_journal(Path(options.state_dir), options.job_id, settings, resume=options.resume)
         try:
-            the_master = Master(journal, options.job_id, settings, extension=extension)
+            the_master = Master(journal, options.job_id, settings, extension=extension, steward=_steward(options))
             if options.parent_pid:
                 _watch_parent(the_master, options.parent_pid)
             await the_master.run(options.host, options.port, token, tls, lambda port: _announce(options, port))
@@ -81,6 +85,12 @@ async def _run(
         log.error(str(error))
         return exit_codes.NO_MASTER
     return exit_codes.SUCCESS
+
+
+def _steward(options: argparse.Namespace) -> Steward:
+    """With what is known of machines in the state directory, which all jobs there share."""
+    state_dir = Path(options.state_dir)
+    return Steward(NodeBook(state_dir / BOOK_NAME), open_platform("local", state_dir), load_monitors())
 
 
 def open_journal(state_dir: Path, job_id: str, settings: Settings, *, resume: bool) -> SqliteJournal:
@@ -175,6 +185,8 @@ def _settings(options: argparse.Namespace) -> Settings:
         spare_nodes=options.spare_nodes,
         replicas=options.replicas,
         replica_parity=options.replica_parity,
+        cordon_limit=options.cordon_limit,
+        straggler_action=options.straggler_action,
         settle_s=options.settle,
         join_timeout_s=options.join_timeout,
         heartbeat_interval_s=options.heartbeat_interval,
@@ -199,9 +211,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--nnodes", default="1:1", help="as given to the agents")
     add("--max-restarts", type=int, default=defaults.restarts_max, help="as given to the agents")
     add("--recovery", type=strategies, default=",".join(LADDER), help="as given to the agents")
-    for name in ("--spares", "--spare-nodes", "--replicas", "--replica-parity"):
+    for name in ("--spares", "--spare-nodes", "--replicas", "--replica-parity", "--cordon-limit"):
         default = getattr(defaults, name[2:].replace("-", "_"))
         add(name, type=whole_number(0), default=default, help="as given to the agents")
+    add("--straggler-action", choices=ACTIONS, default=defaults.straggler_action, help="as given to the agents")
     add("--dynamic-failover-extension", default="", help="as given to the agents")
     add("--settle", type=float, default=defaults.settle_s, help="seconds to wait for nodes beyond the minimum")
     add("--join-timeout", type=float, default=defaults.join_timeout_s, help="seconds to wait for the minimum")

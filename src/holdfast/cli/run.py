@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from holdfast.agent.config import AgentConfig, MasterPlan, Program
     from holdfast.agent.launcher import Launcher
     from holdfast.agent.logs import LogPlan
+    from holdfast.core.fault_types import FaultTable
 
 NO_RUN_ID = "none"
 """torchrun's default of --rdzv-id."""
@@ -46,10 +47,25 @@ def run(argv: list[str]) -> int:
 def _check(options: RunOptions) -> None:
     """What cannot work here is refused before anything starts. Those who ask the extension load it themselves."""
     check_checkpoint_dir(options, checkpoint_dir(options, ""))
+    fault_table(options)
     if options.dynamic_failover_extension:
         from holdfast.failover import load
 
         load(options.dynamic_failover_extension)
+
+
+def fault_table(options: RunOptions) -> FaultTable:
+    """The user's rules, before ours. A file that cannot be meant is refused, with its line."""
+    from holdfast.core.fault_table import BUILT_IN, read_fault_table
+
+    if not options.fault_table:
+        return BUILT_IN
+    try:
+        text = Path(options.fault_table).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise UsageError(f"--fault-table {options.fault_table} cannot be read: {reason}") from None
+    return read_fault_table(text, options.fault_table)
 
 
 async def _run(options: RunOptions) -> int:
@@ -77,7 +93,7 @@ def _say(result: Result) -> None:
     from holdfast.core.sentences import failure_report
 
     if result.cause is not None:
-        print(failure_report(result.cause), file=sys.stderr)
+        print(f"{failure_report(result.cause)}\n`holdfast explain` tells the whole incident", file=sys.stderr)
     say = log.info if result.exit_code == 0 else log.error
     say(f"{result.outcome.value if result.outcome else 'failed'}: {result.why}", exit_code=result.exit_code)
 
@@ -135,6 +151,8 @@ def build_config(options: RunOptions, environment: dict[str, str]) -> AgentConfi
         failure_domain=options.failure_domain or "",
         hang_timeout_s=options.hang_timeout_s,
         failover=options.dynamic_failover_extension or "",
+        fault_table=fault_table(options),
+        machine=options.machine or socket.gethostname(),
     )
 
 
@@ -216,6 +234,8 @@ def _master_plan(options: RunOptions, host: str, port: int, run_id: str) -> Mast
         "--spare-nodes": options.spare_nodes,
         "--replicas": options.replicas,
         "--replica-parity": options.replica_parity,
+        "--cordon-limit": options.cordon_limit,
+        "--straggler-action": options.straggler_action,
         "--settle": options.settle_s,
         "--join-timeout": options.join_timeout_s,
         "--heartbeat-interval": options.heartbeat_interval_s,

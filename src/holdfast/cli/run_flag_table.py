@@ -202,6 +202,22 @@ RECOVERY = (
         "your class that is asked about each failure, see holdfast.failover",
         "MODULE::CLASS",
     ),
+    _ours("--fault-table", "your own faults and what they look like, a TOML file before the built-in table", "FILE"),
+    _ours(
+        "--cordon-limit",
+        "nodes that may be sent away within a day because a fault is blamed on them",
+        "N",
+        3,
+        parse=whole_number(0),
+    ),
+    _ours(
+        "--straggler-action",
+        "what to do about a rank that is slower than the others: report it, or swap its node for one that stands by",
+        "ACTION",
+        "report",
+        choices=("report", "swap"),
+    ),
+    _ours("--machine", "name by which this machine is known across jobs; its host's if not given", "NAME"),
     _ours("--state-dir", "directory of the master's journal", "DIR", "~/.holdfast"),
     _ours(
         "--heartbeat-interval",

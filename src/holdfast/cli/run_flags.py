@@ -89,6 +89,10 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     failure_domain: str | None  # what this node would go down with; None: its machine
     hang_timeout_s: float | None  # None: adaptive; 0: no limit
     dynamic_failover_extension: str | None  # module::Class
+    fault_table: str | None  # path, ~ already replaced
+    cordon_limit: int  # nodes sent away within a day because of faults, at least 0
+    straggler_action: Literal["report", "swap"]
+    machine: str | None  # stable name of this machine; None: its host's
     state_dir: str  # where the master's journal is; ~ is already replaced
     heartbeat_interval_s: float  # how often a node says that it lives, above 0
     silence_timeout_s: float  # a node silent for this long is lost; above the heartbeat interval
@@ -173,6 +177,7 @@ def _read(namespace: Namespace, environ: Mapping[str, str]) -> dict[str, Any]:
         "nnodes_max": nnodes_max,
         "nproc_per_node": read("nproc_per_node", values.workers_per_node),
         "node_id": read("node_id", values.node_name) if namespace.node_id else None,
+        "machine": read("machine", values.node_name) if namespace.machine else None,
         "rdzv_backend": read("rdzv_backend", values.backend),
         "rdzv_endpoint": namespace.rdzv_endpoint.strip(),
         "rdzv_conf": conf,

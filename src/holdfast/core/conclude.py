@@ -26,12 +26,13 @@ from __future__ import annotations
 
 import heapq
 
-from holdfast.core import ledger, planned, strategy, troubles
+from holdfast.core import blame, ledger, planned, stragglers, strategy, troubles
 from holdfast.core import records as r
 from holdfast.core.faults import Failure, describe, is_collateral, root_cause
 from holdfast.core.forming import form_anew, form_kept, store_among
 from holdfast.core.ladder import LADDER
-from holdfast.core.state import Finished, Gathering, Incident, Job, Left, Lost, Unlinked
+from holdfast.core.reputation import Grade, preference
+from holdfast.core.state import Finished, Gathering, Incident, Job, Left, Linked, Lost, Unlinked
 from holdfast.core.troubles import Trouble
 from holdfast.core.views import View
 
@@ -58,6 +59,8 @@ def conclude(job: Job, now: float) -> r.Record | None:
 def _of_the_job(job: Job, now: float) -> r.Record | None:
     if lost := _overdue_link(job, now):
         return lost
+    if cleared := _cleared(job, now):
+        return cleared
     if isinstance(job.phase, Gathering):
         return _while_gathering(job, job.phase, now)
     assert job.view is not None
@@ -67,7 +70,7 @@ def _of_the_job(job: Job, now: float) -> r.Record | None:
         return _while_troubled(job, job.view, trouble, now)
     if job.incident and _is_over(job, job.view):
         return _close(job, job.incident, job.view, now)
-    return None
+    return stragglers.conclude(job, now) if job.incident is None else None
 
 
 def next_deadline(job: Job) -> float | None:
@@ -117,6 +120,17 @@ def _overdue_link(job: Job, now: float) -> r.NodeLost | None:
     return None
 
 
+def _cleared(job: Job, now: float) -> r.NodeCleared | None:
+    node_id = blame.wrongly_accused(job)
+    if not node_id:
+        return None
+    cordoned = next(c for c in job.cordons if c.node_id == node_id)
+    why = f"{cordoned.fault} came to several machines within {job.settings.same_fault_window_s:.0f} s"
+    return r.NodeCleared(
+        at=now, node_id=node_id, machine=cordoned.machine, fault=cordoned.fault, why=why
+    )
+
+
 def _all_done(job: Job, now: float) -> r.JobFinished:
     if not troubles.dumping(job):
         return r.JobFinished(at=now, outcome=r.Outcome.SUCCEEDED, exit_code=0, why="all workers succeeded")
@@ -145,6 +159,8 @@ def _while_gathering(job: Job, phase: Gathering, now: float) -> r.Record | None:
         if len(eligible) < job.settings.nodes_max and now < settled_at:
             return None
         return form_anew(job, eligible, now, f"{len(eligible)} of {job.settings.nodes_max} nodes here")
+    if admitted := _admitted(job, len(eligible), phase, now):
+        return admitted
     if now < phase.deadline:
         return None
     if len(eligible) >= job.settings.nodes_min:
@@ -154,6 +170,21 @@ def _while_gathering(job: Job, phase: Gathering, now: float) -> r.Record | None:
         " start the missing ones, lower the minimum of --nnodes, or raise join_timeout in --rdzv-conf"
     )
     return r.JobFinished(at=now, outcome=r.Outcome.FAILED, exit_code=EXIT_NODES_MISSING, why=why)
+
+
+def _admitted(job: Job, eligible: int, phase: Gathering, now: float) -> r.NodeAdmitted | None:
+    """The next of those that stand by as a last resort, if with all of them there are enough: when the time is up, or
+    at once if it is merely banned and nobody else may come."""
+    here = [n for n in job.nodes.values() if n.is_last_resort and n.alive and isinstance(n.link, Linked)]
+    if eligible >= job.settings.nodes_min or eligible + len(here) < job.settings.nodes_min:
+        return None
+    is_full = eligible + len(here) >= job.settings.nodes_max + job.settings.spare_nodes
+    best = min(here, key=lambda n: (preference(n.repute), n.join_order))
+    if now < phase.deadline and not (is_full and best.repute.grade is Grade.BANNED):
+        return None
+    reason = "nobody else may come" if now < phase.deadline else "the time is up"
+    why = f"there are {eligible} of at least {job.settings.nodes_min} nodes without it, and {reason}"
+    return r.NodeAdmitted(at=now, node_id=best.node_id, incarnation=best.incarnation, why=why)
 
 
 def _settled_at(job: Job, since: float) -> float | None:
@@ -191,9 +222,8 @@ def _while_troubled(job: Job, view: View, trouble: Trouble, now: float) -> r.Rec
         )
     if _verdict_is_out(job) or now < troubles.complete_at(job):
         return None
-    if blamed := troubles.cordoned(job):
-        why = "its worker failed, and the failover extension blames the node"
-        return r.NodeDraining(at=now, node_id=blamed.node_id, incarnation=blamed.incarnation, signal=0, why=why)
+    if found := blame.accused(job, now):
+        return _cordon(found, now)
     if _decided(job) and incident.strategy not in KEEPING:
         return _act(job, incident, trouble, now)
     choice = strategy.choose(job, trouble)
@@ -201,11 +231,23 @@ def _while_troubled(job: Job, view: View, trouble: Trouble, now: float) -> r.Rec
         return _storeless(job, incident, now)
     if choice.plan and _decided(job) and choice.strategy is incident.strategy:
         return form_kept(job, choice.plan, now, trouble.text)
-    return _decide(incident, view, trouble, choice, now)
+    return _decide(incident, view, trouble, choice, blame.kept_note(job, now), now)
+
+
+def _cordon(found: blame.Accusation, now: float) -> r.NodeCordoned:
+    return r.NodeCordoned(
+        at=now,
+        node_id=found.node.node_id,
+        incarnation=found.node.incarnation,
+        machine=found.node.machine,
+        fault=found.fault,
+        lasting=found.lasting,
+        why=found.why,
+    )
 
 
 def _decide(
-    incident: Incident, view: View, trouble: Trouble, choice: strategy.Choice, now: float
+    incident: Incident, view: View, trouble: Trouble, choice: strategy.Choice, note: str, now: float
 ) -> r.IncidentDecided:
     return r.IncidentDecided(
         at=now,
@@ -215,7 +257,7 @@ def _decide(
         cause=trouble.text,
         strategy=choice.strategy,
         counted=choice.counted,
-        why=choice.why,
+        why=f"{choice.why}; {note}" if note else choice.why,
         reload=choice.reload,
     )
 

@@ -74,6 +74,14 @@ def decide(job: Job, event: e.Event, now: float) -> list[r.Record]:
             return ledger.decide(job.ledger, event, now) if is_heard else []
         case e.StreamNews():
             return _stream_news(job, event, now)
+        case e.PacesReported(node_id=node_id, incarnation=incarnation, view=view, paces=paces):
+            if not _in_current_view(job, node_id, incarnation, view):
+                return []
+            seats = job.members[node_id].workers
+            known = tuple(pace for pace in paces[:seats] if 0 <= pace.local_rank < seats)
+            return [r.PacesNoted(at=now, node_id=node_id, paces=known)]
+        case e.NumbersReported():
+            return _numbers(job, event, now)
         case e.DrainAsked(node_id=node_id, why=why):
             node = job.nodes.get(node_id)
             if node is None or not isinstance(node.standing, Present) or isinstance(job.phase, Finished):
@@ -180,6 +188,22 @@ def _session_news(
     return []
 
 
+def _numbers(job: Job, event: e.NumbersReported, now: float) -> list[r.Record]:
+    if not _in_current_view(job, event.node_id, event.incarnation, event.view):
+        return []
+    return [
+        r.NumbersOdd(
+            at=now,
+            node_id=event.node_id,
+            view=event.view,
+            rank=event.rank,
+            step=event.step,
+            what=event.what[:MESSAGE_CHARS_MAX],
+            outcome=event.outcome,
+        )
+    ]
+
+
 def _stream_news(job: Job, event: e.StreamNews, now: float) -> list[r.Record]:
     """Of committed steps: true also if a view has come since, but not if all workers went back to a checkpoint."""
     is_fenced = job.view is None or not job.streams.since_view <= event.view <= job.view.number
@@ -270,7 +294,7 @@ def _spares(node: Node, parked: int, now: float) -> list[r.Record]:
 
 def _take_in(hello: e.Hello, now: float) -> list[r.Record]:
     joined = r.NodeJoined(
-        at=now, node_id=hello.node_id, incarnation=hello.incarnation, info=hello.info
+        at=now, node_id=hello.node_id, incarnation=hello.incarnation, info=hello.info, repute=hello.repute
     )
     if hello.leaving:  # said in one breath, so that no view is ever formed with it
         why = "it was told to go before it joined"

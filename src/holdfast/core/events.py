@@ -7,6 +7,7 @@ import msgspec
 from holdfast.core.faults import Failure
 from holdfast.core.kept import KeptImage
 from holdfast.core.leases import Lease, Trouble
+from holdfast.core.reputation import Repute
 
 
 class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,6 +22,8 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     workers: int
     role: str = "default"
     requested_rank: int | None = None
+    machine: str = ""
+    """The name by which the machine is known across jobs; empty: its host's."""
     log_dir: str = ""
     """Where its workers' output is kept: <log_dir>/attempt_<view - 1>/<local rank>/."""
     domain: str = ""
@@ -128,6 +131,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """The signal by which it was told to go before it could join; 0 if it means to stay."""
     parked: int = 0
     """Spares that wait here, ready to take a rank."""
+    repute: Repute = Repute()
+    """What the machine is known for. The master looks it up; what an agent says of itself does not count."""
 
 
 class LinkBroke(msgspec.Struct, frozen=True, kw_only=True, tag="link-broke"):
@@ -313,6 +318,35 @@ class StreamNews(msgspec.Struct, frozen=True, kw_only=True, tag="stream-news"):
     troubles: tuple[Trouble, ...]
 
 
+class NumbersReported(msgspec.Struct, frozen=True, kw_only=True, tag="numbers-reported"):
+    """A worker's step had odd numbers."""
+
+    node_id: str
+    incarnation: str
+    view: int
+    rank: int
+    step: int
+    what: str
+    outcome: str
+
+
+class Pace(msgspec.Struct, frozen=True):
+    """A worker's own time in a step, without what it waits for others: the median over its last steps."""
+
+    local_rank: int
+    own_s: float
+    steps: int
+
+
+class PacesReported(msgspec.Struct, frozen=True, kw_only=True, tag="paces-reported"):
+    """How fast a node's workers are."""
+
+    node_id: str
+    incarnation: str
+    view: int
+    paces: tuple[Pace, ...]
+
+
 class DrainAsked(msgspec.Struct, frozen=True, kw_only=True, tag="drain-asked"):
     """A person wants a node to leave at a step boundary."""
 
@@ -341,6 +375,8 @@ Event = (
     | SamplesWitnessed
     | StretchSkipped
     | StreamNews
+    | NumbersReported
+    | PacesReported
     | DrainAsked
     | ResizeAsked
     | LinkBroke

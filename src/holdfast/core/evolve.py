@@ -7,14 +7,17 @@ from typing import assert_never
 
 import msgspec
 
-from holdfast.core import leases, ledger
+from holdfast.core import leases, ledger, stragglers
 from holdfast.core import records as r
+from holdfast.core.blame import note
 from holdfast.core.copies import Holder, Seats, layout_of, reseat
 from holdfast.core.invariants import check_after
 from holdfast.core.ladder import Strategy
 from holdfast.core.placement import Site, parity_groups, place
 from holdfast.core.state import (
+    CORDONS_KEPT_MAX,
     FAILURES_PER_INCIDENT_MAX,
+    FORMED_KEPT_MAX,
     GONE_NODES_MAX,
     INCIDENTS_KEPT_MAX,
     Draining,
@@ -51,6 +54,14 @@ def _apply(job: Job, record: r.Record) -> None:
             _join(job, record)
         case r.NodeLost(at=at, node_id=node_id, certain=certain, since=since, why=why):
             _lose_node(job.nodes[node_id], Lost(at=at, certain=certain, since=since, why=why))
+        case r.NodeAdmitted(node_id=node_id):
+            job.nodes[node_id].admitted = True
+        case r.NodeCordoned(node_id=node_id, why=why):
+            job.nodes[node_id].standing = Draining(signal=0, why=why)
+            job.cordons = [*job.cordons[-CORDONS_KEPT_MAX + 1 :], record]
+            job.cleared.discard(node_id)
+        case r.NodeCleared(node_id=node_id):
+            job.cleared.add(node_id)
         case r.NodeDraining(node_id=node_id, signal=signal, why=why):
             job.nodes[node_id].standing = Draining(signal=signal, why=why)
         case r.NodeLeft(at=at, node_id=node_id):
@@ -95,6 +106,12 @@ def _apply(job: Job, record: r.Record) -> None:
             leases.note_leases(job.streams.by_name.setdefault(stream, leases.StreamState()), granted)
         case r.ShardFailed(stream=stream, trouble=trouble) | r.ShardQuarantined(stream=stream, trouble=trouble):
             leases.note_trouble(job.streams.by_name.setdefault(stream, leases.StreamState()), trouble)
+        case r.PacesNoted():
+            stragglers.note(job, record)
+        case r.StragglerFound(node_id=node_id, local_rank=local_rank):
+            job.stragglers.add((node_id, local_rank))
+        case r.NumbersOdd():
+            pass  # for people
         case r.IncidentOpened():
             _open_incident(job, record)
         case r.IncidentDecided():
@@ -146,6 +163,7 @@ def _join(job: Job, record: r.NodeJoined) -> None:
         info=record.info,
         joined_at=record.at,
         join_order=job.joins,
+        repute=record.repute,
     )
     job.joins += 1
     if job.joins % GONE_NODES_MAX == 0:
@@ -170,6 +188,9 @@ def _clear_progress(job: Job) -> None:
     """All that is known of the workers of one view only."""
     for known in (job.started, job.done, job.failed, job.held, job.stuck, job.settled):
         known.clear()
+    for pace in (job.paces, job.slow, job.stragglers):
+        pace.clear()
+    job.pace_norm = (0.0, 0.0, 1.0)
     job.settled_at, job.proved, job.is_closed = 0.0, -1, False
 
 
@@ -183,6 +204,7 @@ def _form_view(job: Job, record: r.ViewFormed) -> None:
     leaving = {m.node_id: m.incarnation for m in job.members.values() if m.node_id not in staying}
     job.released = leaving if view.kept and view.planned else {}
     job.view, job.formed_at, job.layout = view, record.at, None
+    job.formed_times = [*job.formed_times[-FORMED_KEPT_MAX + 1 :], record.at]
     job.members = {m.node_id: m for m in view.members}
     if not view.kept:
         ledger.begin_life(job.ledger, view.number)
@@ -236,6 +258,7 @@ def _note_failing(job: Job, at: float) -> None:
 
 def _lose_worker(job: Job, record: r.WorkerLost) -> None:
     failure = record.failure
+    note(job, failure, record.at)
     if record.late:
         _forget_holder(job, failure.node_id, failure.local_rank, failure.view)
     else:

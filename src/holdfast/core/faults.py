@@ -14,7 +14,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from holdfast.core.ladder import FailoverStrategy
+from holdfast.core.fault_types import Blame, Fault
+from holdfast.core.ladder import FailoverStrategy, Verdict
 
 TRACEBACK_CHARS_MAX = 16_000
 LOG_TAIL_LINES_MAX = 20
@@ -68,6 +69,17 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     log_file: str = ""
     advice: FailoverStrategy = FailoverStrategy.NORMAL_FAILOVER
     """Of the user's failover extension."""
+    fault: Fault | None = None
+    """What kind of fault it is, by the tables of the node it happened on."""
+    step: int = -1
+    """The step that the worker was in; -1 before its first, or if its script does not speak to Holdfast."""
+    verdict: Verdict = Verdict.NORMAL
+    """Of the user's error monitor, on the node."""
+
+    @property
+    def blame(self) -> Blame | None:
+        """Whose fault it is; None if nobody has judged it."""
+        return self.fault.blame if self.fault else None
 
     @property
     def exit_code(self) -> int:
@@ -134,4 +146,7 @@ def describe(failure: Failure) -> str:
     """One line: who failed, how, and why as far as it is known."""
     who = f"rank {failure.rank} on {failure.node_id}"
     text = f"{who} {describe_end(failure.end)}"
-    return f"{text}: {failure.message}" if failure.message else text
+    if failure.message:
+        return f"{text}: {failure.message}"
+    chosen = isinstance(failure.end, Exited) and failure.fault and failure.fault.evidence  # a code that says something
+    return f"{text}: {failure.fault.meaning}" if failure.fault and chosen else text

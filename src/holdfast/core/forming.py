@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from holdfast.core import records as r
 from holdfast.core.ladder import Strategy
 from holdfast.core.plans import Place, Plan
+from holdfast.core.reputation import preference
 from holdfast.core.state import Job, Node
 from holdfast.core.views import Candidate, Member, View, assign_group_ranks, choose, seat_members
 
@@ -69,6 +70,7 @@ def _candidate(node: Node, member: Member | None) -> Candidate:
         requested_rank=node.info.requested_rank,
         join_order=node.join_order,
         current_rank=member.group_rank if member else None,
+        preference=preference(node.repute),
     )
 
 

@@ -51,3 +51,14 @@ class FailoverStrategy(StrEnum):
     """Start every worker anew, from the last checkpoint."""
     ABORTION_FAILOVER = "abortion"
     """End the job now."""
+
+
+class Verdict(StrEnum):
+    """What a user's error monitor may answer about a node on which a fault happened."""
+
+    NORMAL = "normal"
+    """The tables decide."""
+    CORDON = "cordon"
+    """The node is to blame: it leaves the job, and no job is to have it until somebody lets it back."""
+    PARDON = "pardon"
+    """The node is not to blame, whatever the tables say."""

@@ -117,7 +117,7 @@ def orders(job: Job, record: r.Record) -> list[Addressed]:
     match record:
         case r.NodeJoined(node_id=node_id) | r.LinkRestored(node_id=node_id):
             return [_standing(job, job.nodes[node_id])]
-        case r.NodeDraining(node_id=node_id):
+        case r.NodeDraining(node_id=node_id) | r.NodeCordoned(node_id=node_id) | r.NodeAdmitted(node_id=node_id):
             return [_standing(job, job.nodes[node_id]), *_next_in_line(job, node_id)]
         case r.NodeLost(node_id=node_id) | r.NodeLeft(node_id=node_id):
             return _next_in_line(job, node_id)
@@ -148,6 +148,7 @@ def standing_order(job: Job, node: Node) -> Order:
                 outcome=record.outcome, exit_code=record.exit_code, why=record.why, cause=record.cause
             )
         case Gathering(why=why):
+            why = last_resort(node) or why
             return Hold(job_id=job.job_id, why=why, leaving=isinstance(node.standing, Draining))
         case Serving():
             assert job.view is not None
@@ -159,6 +160,7 @@ def standing_order(job: Job, node: Node) -> Order:
 
 def _hold(job: Job, view: View, node: Node, leaving: bool) -> Hold:
     why = "this node is leaving" if leaving else f"standing by: the job runs on {len(view.members)} nodes"
+    why = (not leaving and last_resort(node)) or why
     released = job.released.get(node.node_id) == node.incarnation
     spares = 0 if leaving else _spares_standing_by(job, view, node)
     return Hold(
@@ -169,6 +171,16 @@ def _hold(job: Job, view: View, node: Node, leaving: bool) -> Hold:
         world_size=view.world_size if job.session else 0,
         session=job.session,
         leaving=leaving,
+    )
+
+
+def last_resort(node: Node) -> str:
+    """Why a node that is here has no part in the job; empty if it may have one."""
+    if not node.is_last_resort:
+        return ""
+    return (
+        f"machine {node.machine} is {node.repute.grade.value} ({node.repute.why}): it stands by as a last resort, for"
+        f" when the job cannot do without it; `holdfast nodes uncordon {node.machine}` lets it back when it joins again"
     )
 
 

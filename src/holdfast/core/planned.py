@@ -21,6 +21,7 @@ from collections.abc import Iterable
 
 from holdfast.core.ladder import Strategy
 from holdfast.core.plans import Place, Plan, find_substitute, keeps_a_copy, standby
+from holdfast.core.reputation import preference
 from holdfast.core.state import Job, Node, Serving
 from holdfast.core.troubles import Trouble, counted, dumping, is_disturbed, listed, members_gone, online, staying
 
@@ -218,7 +219,7 @@ def _newcomers(job: Job) -> list[Node]:
     if job.incident and job.incident.kind != "planned":
         return []  # one thing at a time
     waiting = [n for n in job.nodes.values() if n.eligible and n.node_id not in job.members]
-    first = sorted(waiting, key=lambda n: n.join_order)[:room]
+    first = sorted(waiting, key=lambda n: (preference(n.repute), n.join_order))[:room]
     return [] if _verdict_or_store_is_out(job, first) else first
 
 

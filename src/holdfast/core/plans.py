@@ -11,6 +11,7 @@ import msgspec
 
 from holdfast.core.copies import lack
 from holdfast.core.ladder import Strategy
+from holdfast.core.reputation import preference
 from holdfast.core.state import Job, Node
 from holdfast.core.troubles import Seat, dead_seats, living_holders, mark_of, own_errors, staying, suspect
 from holdfast.core.views import Member
@@ -159,9 +160,9 @@ def dump(job: Job, damage: Damage) -> Plan | None:
 
 
 def standby(job: Job) -> list[Node]:
-    """Nodes that could take part and do not, in the order in which they came."""
+    """Nodes that could take part and do not: good ones first, then in the order in which they came."""
     waiting = (n for n in job.nodes.values() if n.eligible and not is_member(job, n))
-    return sorted(waiting, key=lambda n: n.join_order)
+    return sorted(waiting, key=lambda n: (preference(n.repute), n.join_order))
 
 
 def is_member(job: Job, node: Node) -> bool:
@@ -171,10 +172,12 @@ def is_member(job: Job, node: Node) -> bool:
 
 
 def find_substitute(waiting: list[Node], member: Member) -> Node | None:
-    """A node that can run as many workers: of the same role, with its workers parked, the first that came."""
+    """A node that can run as many workers: of the same role, of a good name, with its workers parked, the first."""
     large = [n for n in waiting if n.info.workers >= member.workers]
     return min(
-        large, key=lambda n: (n.info.role != member.role, n.parked < member.workers, n.join_order), default=None
+        large,
+        key=lambda n: (n.info.role != member.role, preference(n.repute), n.parked < member.workers, n.join_order),
+        default=None,
     )
 
 

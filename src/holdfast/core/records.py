@@ -11,11 +11,12 @@ from typing import Literal
 
 import msgspec
 
-from holdfast.core.events import DataSource, NodeInfo, Part, SessionInfo, Stumble, Vector
+from holdfast.core.events import DataSource, NodeInfo, Pace, Part, SessionInfo, Stumble, Vector
 from holdfast.core.faults import Failure
 from holdfast.core.kept import KeptImage, Safety
 from holdfast.core.ladder import Strategy as Strategy
 from holdfast.core.leases import Lease, Trouble
+from holdfast.core.reputation import Repute
 from holdfast.core.settings import Settings
 from holdfast.core.views import View
 
@@ -50,6 +51,40 @@ class NodeJoined(msgspec.Struct, frozen=True, kw_only=True, tag="node-joined"):
     node_id: str
     incarnation: str
     info: NodeInfo
+    repute: Repute = Repute()
+    """What its machine is known for."""
+
+
+class NodeAdmitted(msgspec.Struct, frozen=True, kw_only=True, tag="node-admitted"):
+    """A node that was a last resort may take part after all."""
+
+    at: float
+    node_id: str
+    incarnation: str
+    why: str
+
+
+class NodeCordoned(msgspec.Struct, frozen=True, kw_only=True, tag="node-cordoned"):
+    """A node is to blame for a fault, and leaves the job."""
+
+    at: float
+    node_id: str
+    incarnation: str
+    machine: str
+    fault: str
+    lasting: bool
+    """No other job is to have it either, until somebody lets it back."""
+    why: str
+
+
+class NodeCleared(msgspec.Struct, frozen=True, kw_only=True, tag="node-cleared"):
+    """A node that was sent away for a fault was not to blame for it."""
+
+    at: float
+    node_id: str
+    machine: str
+    fault: str
+    why: str
 
 
 class NodeLost(msgspec.Struct, frozen=True, kw_only=True, tag="node-lost"):
@@ -237,6 +272,31 @@ class ShardQuarantined(msgspec.Struct, frozen=True, kw_only=True, tag="shard-qua
     trouble: Trouble
 
 
+class NumbersOdd(msgspec.Struct, frozen=True, kw_only=True, tag="numbers-odd"):
+    """A step's loss or gradient was odd, and what became of it: repeated, passed, skipped, kept or stopped."""
+
+    at: float
+    node_id: str
+    view: int
+    rank: int
+    step: int
+    what: str
+    outcome: str
+
+
+class StragglerFound(msgspec.Struct, frozen=True, kw_only=True, tag="straggler-found"):
+    """A rank has been slower than all others for a while."""
+
+    at: float
+    view: int
+    node_id: str
+    rank: int
+    local_rank: int
+    own_s: float
+    usual_s: float
+    score: float
+
+
 class IncidentOpened(msgspec.Struct, frozen=True, kw_only=True, tag="incident-opened"):
     at: float
     number: int
@@ -338,6 +398,12 @@ class SamplesNoted(msgspec.Struct, frozen=True, kw_only=True, tag="samples-noted
     parts: tuple[Part, ...]
 
 
+class PacesNoted(msgspec.Struct, frozen=True, kw_only=True, tag="paces-noted"):
+    at: float
+    node_id: str
+    paces: tuple[Pace, ...]
+
+
 class NodeRefused(msgspec.Struct, frozen=True, kw_only=True, tag="node-refused"):
     at: float
     node_id: str
@@ -358,6 +424,9 @@ DurableRecord = (
     JobCreated
     | TermBegan
     | NodeJoined
+    | NodeAdmitted
+    | NodeCordoned
+    | NodeCleared
     | NodeLost
     | NodeDraining
     | NodeLeft
@@ -380,15 +449,21 @@ DurableRecord = (
     | ShardQuarantined
     | CheckpointPublished
     | StateSafe
+    | NumbersOdd
+    | StragglerFound
     | IncidentOpened
     | IncidentDecided
     | IncidentClosed
     | JobFinished
 )
-SoftRecord = LinkLost | LinkRestored | StoreReady | SparesKnown | StateNoted | SamplesNoted | NodeRefused
+SoftRecord = (
+    LinkLost | LinkRestored | StoreReady | SparesKnown | StateNoted | SamplesNoted | PacesNoted | NodeRefused
+)
 Record = DurableRecord | SoftRecord
 
-SOFT_RECORDS = (LinkLost, LinkRestored, StoreReady, SparesKnown, StateNoted, SamplesNoted, NodeRefused)
+SOFT_RECORDS = (
+    *(LinkLost, LinkRestored, StoreReady, SparesKnown, StateNoted, SamplesNoted, PacesNoted, NodeRefused),
+)
 
 
 def is_durable(record: Record) -> bool:

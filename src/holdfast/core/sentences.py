@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import assert_never
 
 from holdfast.core import records as r
+from holdfast.core.fault_types import describe_fault
 from holdfast.core.faults import Failure, describe, describe_error
 from holdfast.core.kept import Safety
 from holdfast.core.leases import Lease, Trouble
@@ -22,7 +23,16 @@ def sentence(record: r.Record) -> str:
         case r.TermBegan(term=term):
             return "the master is up" if term == 1 else f"the master is up again (term {term})"
         case r.NodeJoined(node_id=node_id, info=info):
-            return f"node {node_id} joined with {info.workers} worker{'s' * (info.workers > 1)} ({info.host})"
+            known = record.repute
+            but = f"; machine {info.machine or info.host} is {known.grade.value}: {known.why}" if known.why else ""
+            return f"node {node_id} joined with {info.workers} worker{'s' * (info.workers > 1)} ({info.host}){but}"
+        case r.NodeAdmitted(node_id=node_id, why=why):
+            return f"node {node_id} is taken after all: {why}"
+        case r.NodeCordoned(node_id=node_id, machine=machine, lasting=lasting, why=why):
+            beyond = f"machine {machine} is cordoned" if lasting else f"machine {machine} is on probation"
+            return f"node {node_id} is sent away, {why}; {beyond}"
+        case r.NodeCleared(node_id=node_id, machine=machine, why=why):
+            return f"node {node_id} (machine {machine}) was not to blame: {why}"
         case r.NodeLost(node_id=node_id, why=why):
             return f"node {node_id} is lost: {why}"
         case r.NodeDraining(node_id=node_id, why=why):
@@ -69,6 +79,23 @@ def sentence(record: r.Record) -> str:
             return f"{stream}: {unread(trouble)}; it will be tried again ({trouble.tries} failed so far)"
         case r.ShardQuarantined(stream=stream, trouble=trouble):
             return f"{stream}: {unread(trouble)}; it is in quarantine for this epoch, after {trouble.tries} tries"
+        case r.PacesNoted(node_id=node_id, paces=paces):
+            return f"{node_id} told how fast its {len(paces)} workers are"
+        case r.StragglerFound(node_id=node_id, rank=rank, own_s=own_s, usual_s=usual_s):
+            times = f"{own_s / usual_s:.1f} times as long" if usual_s > 0 else "longer"
+            return (
+                f"rank {rank} on {node_id} is a straggler: {own_s * 1000:.1f} ms a step before its first collective,"
+                f" {times} as the others ({usual_s * 1000:.1f} ms)"
+            )
+        case r.NumbersOdd(rank=rank, step=step, what=what, outcome=outcome):
+            ends = {
+                "repeated": f"{what}: the step is repeated",
+                "passed": "the numbers that were odd are fine, now that the step is repeated",
+                "skipped": f"{what}, again: the batch is passed over, the step has no update",
+                "kept": f"{what}, again: the step counts as it is",
+                "stopped": f"{what}, again: the job stops",
+            }
+            return f"step {step}, rank {rank}: {ends.get(outcome, f'{what} ({outcome})')}"
         case r.SparesKnown(node_id=node_id, parked=parked):
             return f"{node_id} has {parked} spare{'s' * (parked != 1)} parked"
         case r.StateNoted(node_id=node_id, images=images):
@@ -176,8 +203,10 @@ def failure_report(failure: Failure) -> str:
     """A failure for a person at the end of a run: who and how, then the traceback or the last lines."""
     lines = [f"root cause: {describe(failure)}"]
     facts = [
+        ("fault", describe_fault(failure.fault) if failure.fault else ""),
         ("node", failure.node_id),
         ("rank", f"{failure.rank} (local {failure.local_rank}), process {failure.pid}, view {failure.view}"),
+        ("step", str(failure.step) if failure.step >= 0 else ""),
         ("exit code", str(failure.exit_code)),
         ("error file", failure.error_file),
         ("log", failure.log_file),

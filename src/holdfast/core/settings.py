@@ -67,3 +67,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     collect_window_s: float = 0.5
     """When all that is known are the collateral errors of other ranks, how long to wait for the cause."""
+
+    same_fault_window_s: float = 30.0
+    """The same fault on several machines within this time is not their hardware's."""
+
+    cordon_limit: int = 3
+    """Nodes that may be sent away within a day because a fault is blamed on them. More than a few a day of any cluster
+    is no longer about nodes; at 4 faults a day of 1,000 nodes it is not reached by hardware."""
+
+    straggler_action: str = "report"
+    """What to do about a rank that is slower than the others: `report`, or `swap` its node for one that stands by."""

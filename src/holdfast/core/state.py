@@ -14,7 +14,8 @@ from holdfast.core.ladder import Strategy
 from holdfast.core.leases import Streams
 from holdfast.core.ledger import Ledger
 from holdfast.core.placement import NOWHERE, Placement
-from holdfast.core.records import IncidentClosed, IncidentKind, JobFinished, WorkersStuck
+from holdfast.core.records import IncidentClosed, IncidentKind, JobFinished, NodeCordoned, WorkersStuck
+from holdfast.core.reputation import LAST_RESORT, Repute
 from holdfast.core.settings import Settings
 from holdfast.core.views import Member, View
 
@@ -22,6 +23,23 @@ GONE_NODES_MAX = 1_000
 """Ended lives that are remembered, for the guard of their ids and for `holdfast status`."""
 INCIDENTS_KEPT_MAX = 1_000
 FAILURES_PER_INCIDENT_MAX = 64
+NOTED_MAX = 256
+FORMED_KEPT_MAX = 256
+CORDONS_KEPT_MAX = 256
+
+
+class Noted(msgspec.Struct, frozen=True, kw_only=True):
+    """What is remembered of a failure, to compare later ones with (blame.py)."""
+
+    at: float
+    rank: int
+    pid: int
+    machine: str
+    fault: str
+    is_of_node: bool
+    mark: str
+    """Its exception, in a form that is the same when it comes back; empty if there was none."""
+    step: int
 
 
 class Present(msgspec.Struct, frozen=True, tag="present"):
@@ -87,6 +105,20 @@ class Node:
     """Spares that wait on it, ready to take a rank."""
     parked_at: float = 0.0
     """When their number was last heard."""
+    repute: Repute = Repute()
+    """What its machine was known for when it joined."""
+    admitted: bool = False
+    """Whether it may take part whatever it is known for, as there is nobody else."""
+
+    @property
+    def machine(self) -> str:
+        """The name by which its machine is known across jobs."""
+        return self.info.machine or self.info.host
+
+    @property
+    def is_last_resort(self) -> bool:
+        """Whether it is here, and only taken if the job could not start or go on without it."""
+        return self.repute.grade in LAST_RESORT and not self.admitted
 
     @property
     def alive(self) -> bool:
@@ -96,7 +128,8 @@ class Node:
     @property
     def eligible(self) -> bool:
         """May take part in the next view."""
-        return isinstance(self.standing, Present) and isinstance(self.link, Linked)
+        is_here = isinstance(self.standing, Present) and isinstance(self.link, Linked)
+        return is_here and not self.is_last_resort
 
     @property
     def doubtful(self) -> bool:
@@ -218,6 +251,22 @@ class Job:
     safety: Safety = Safety()
     """As last written down."""
     safety_at: float = 0.0
+    noted: list[Noted] = field(default_factory=list)
+    """The last failures, in short."""
+    paces: dict[tuple[str, int], float] = field(default_factory=dict)
+    """Workers' own time in a step, as last reported in this view."""
+    pace_norm: tuple[float, float, float] = (0.0, 0.0, 1.0)
+    """When it was last looked, what ranks take, and how much they differ; where there are many."""
+    slow: dict[tuple[str, int], int] = field(default_factory=dict)
+    """In how many reports in a row each was slower than the others."""
+    stragglers: set[tuple[str, int]] = field(default_factory=set)
+    """Those of this view that are known."""
+    formed_times: list[float] = field(default_factory=list)
+    """When the last views were formed."""
+    cordons: list[NodeCordoned] = field(default_factory=list)
+    """Nodes that were sent away for a fault."""
+    cleared: set[str] = field(default_factory=set)
+    """Those of them that were not to blame after all."""
     incident: Incident | None = None
     incidents: list[IncidentClosed] = field(default_factory=list)
     incidents_opened: int = 0

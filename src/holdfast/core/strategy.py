@@ -30,6 +30,8 @@ What counts against `--max-restarts` is blame: a worker that failed by itself co
 cause nobody can name; a node that is lost, leaves or joins does not. Nor does a restart from snapshots in the nodes'
 memory, if no worker raised an error of its own and the snapshots are newer than those of the last such restart.
 
+What the fault is (blame.py) rules some of this out: a bug stops the job, a node that is to blame has left by now.
+
 A failover extension's advice goes before all this: abortion ends the job; global starts every worker anew, and counts;
 node sends the node away, which leaves one member less.
 """
@@ -40,7 +42,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from holdfast.core import plans
+from holdfast.core import blame, plans
 from holdfast.core.copies import lack
 from holdfast.core.faults import is_collateral
 from holdfast.core.kept import whole_at_least
@@ -90,6 +92,8 @@ def choose(job: Job, trouble: Trouble) -> Choice:
         return Choice(trouble.plan.strategy, False, trouble.plan.why, trouble.plan)
     if dumping(job):
         return _climb(job) if online(job) else Choice(Strategy.EXIT, False, "the checkpoint could not be written")
+    if stop := blame.bug(job):
+        return _stop(job, stop)
     by_request = trouble.kind == "planned" and not is_disturbed(job)
     if FailoverStrategy.GLOBAL_FAILOVER in advice:
         return _start_anew(job, trouble, "the failover extension wants every worker to start anew")
@@ -112,9 +116,17 @@ def _climb(job: Job) -> Choice:
     return Choice(Strategy.EXIT, False, _why_exit(job))
 
 
+def _stop(job: Job, why: str) -> Choice:
+    """Nothing is to be tried again: the last committed step is saved, if it can be."""
+    can_dump = online(job) and is_open(job, Strategy.DUMP)
+    if can_dump and (plan := plans.dump(job, plans.assess(job, can_retry=False))):
+        return Choice(Strategy.DUMP, False, why, plan)
+    return Choice(Strategy.EXIT, False, why)
+
+
 def is_open(job: Job, strategy: Strategy) -> bool:
-    """Whether the rung is allowed, and has not failed in this incident."""
-    if strategy not in job.settings.recovery:
+    """Whether the rung is allowed, the fault permits it, and it has not failed in this incident."""
+    if strategy not in job.settings.recovery or strategy in blame.forbidden(job):
         return False
     return job.incident is None or not (_is_tried_out(job, strategy) or _was_no_help(job, strategy))
 
@@ -132,7 +144,9 @@ def _why_exit(job: Job) -> str:
     if not allowed:
         return "nothing else is allowed (--recovery exit)"
     tried = [s.value for s in job.incident.tries if s is not Strategy.EXIT] if job.incident else []
+    ruled_out = [f"{s.value} ({fault})" for s, fault in blame.forbidden(job).items() if s.value in allowed]
     why = f"none of the allowed strategies fits ({', '.join(allowed)})"
+    why += f"; the fault rules out {', '.join(ruled_out)}" if ruled_out else ""
     return f"{why}; tried in this incident: {', '.join(tried)}" if tried else why
 
 
@@ -141,12 +155,15 @@ def _why_exit(job: Job) -> str:
 
 def _start_anew(job: Job, trouble: Trouble, reason: str) -> Choice:
     settings = job.settings
-    blamed = any(not is_collateral(f) for f in job.failed.values()) or bool(own_errors(job))
+    faults = [f for f in job.failed.values() if not is_collateral(f) and not blame.is_excused(job, f)]
+    blamed = bool(faults) or bool(own_errors(job))
     counted = blamed or (trouble.kind == "worker" and not members_gone(job))
     reload = _in_memory(job)
     if reload > job.reloaded and not any(f.exception and not is_collateral(f) for f in job.failed.values()):
         counted = False  # nobody's error, nothing is lost, and it has come further than the last time
     prefix = f"{reason}; " if reason else ""
+    if ruled_out := blame.forbidden(job).get(Strategy.RESTART):
+        return Choice(Strategy.EXIT, False, f"{prefix}a restart would not help ({ruled_out})")
     if counted and job.restarts_used >= settings.restarts_max:
         left = "no restart is allowed" if not settings.restarts_max else "all restarts are used up"
         return Choice(Strategy.EXIT, False, f"{prefix}{left} (--max-restarts {settings.restarts_max})")

@@ -23,7 +23,7 @@ import msgspec
 from holdfast.core.copies import Holder, lack
 from holdfast.core.events import Stumble, Vector
 from holdfast.core.faults import Failure, Signalled, describe, describe_end, describe_error, is_collateral, root_cause
-from holdfast.core.ladder import FailoverStrategy, Strategy
+from holdfast.core.ladder import Strategy
 from holdfast.core.records import IncidentKind
 from holdfast.core.state import Draining, Job, Lost, Node, Present, Serving
 from holdfast.core.views import Member
@@ -102,15 +102,6 @@ def staying(job: Job, member: Member) -> Node | None:
     """The member's node, if it is there and means to stay."""
     node = job.live(member.node_id, member.incarnation)
     return node if node and isinstance(node.standing, Present) else None
-
-
-def cordoned(job: Job) -> Node | None:
-    """A node that the failover extension blames, and that is still to be sent away."""
-    for failure in job.failed.values():
-        node = job.nodes.get(failure.node_id)
-        if failure.advice is FailoverStrategy.NODE_FAILOVER and node and isinstance(node.standing, Present):
-            return node
-    return None
 
 
 # --- when the picture is complete

@@ -60,11 +60,14 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     requested_rank: int | None
     join_order: int
     current_rank: int | None
+    preference: int = 0
+    """The smaller, the better its name."""
 
 
 def choose(candidates: Iterable[Candidate], nodes_max: int) -> list[Candidate]:
-    """Those who take part when there are too many: who is in stays in, then first come, first served."""
-    ranked = sorted(candidates, key=lambda c: (c.current_rank is None, c.join_order))
+    """Those who take part when there are too many: who is in stays in, then who has the better name, then first come,
+    first served."""
+    ranked = sorted(candidates, key=lambda c: (c.current_rank is None, c.preference, c.join_order))
     return ranked[:nodes_max]
 
 

@@ -31,6 +31,7 @@ from holdfast.journal import SqliteJournal
 from holdfast.master.advice import Adviser
 from holdfast.master.requests import objection, outcome
 from holdfast.master.sessions import Session, Switchboard
+from holdfast.master.steward import Steward
 from holdfast.wire.channel import Server, ServerConnection, Tls
 from holdfast.wire.messages import Acknowledge, Answer, Ask, Command, Farewell, Heartbeat, Page, Report, Watch
 
@@ -67,10 +68,12 @@ class Master:
         settings: Settings,
         clock: Callable[[], float] = time.time,
         extension: DynamicFailoverExtension | None = None,
+        steward: Steward | None = None,
     ) -> None:
         self._journal = journal
         self._clock = clock
         self._adviser = Adviser(extension)
+        self._steward = steward or Steward()
         self._pages: list[str] = []  # the journal's records as JSON, for watchers; index = seq - 1
         self._job = self._replay()
         self._inbox: asyncio.Queue[Letter | None] = asyncio.Queue()
@@ -108,11 +111,13 @@ class Master:
         """Listen, decide until the job is over, see the agents off."""
         server = Server(token=token, tls=tls, handler=self._on_connection, stranger=_log_stranger)
         port = await server.start(host, port)
+        self._steward.reconcile(self._job)
         try:
             ready(port)
             await self._decide_until_finished()
             await self._see_agents_off()
         finally:
+            await self._steward.close()
             self._agents.end_all()
             for watcher in self._watchers:
                 watcher.finish()
@@ -161,12 +166,18 @@ class Master:
                     session.finish()
 
     async def _advised(self, events: list[e.Event]) -> list[e.Event]:
-        """With the word of the user's extension, if there is one. That wait is no absence of the master's."""
-        if isinstance(self._job.phase, Finished) or not any(map(self._adviser.has_to_say, events)):
+        """With what is known of machines, and with the word of the user's extension and monitors, if there are any.
+        That wait is no absence of the master's."""
+        events = await self._steward.introduced(events)
+        if isinstance(self._job.phase, Finished):
             return events
-        advised = await self._adviser.advise(events, self._job.restarts_used)
-        self._turn_at = self._clock()
-        return advised
+        if any(map(self._adviser.has_to_say, events)):
+            events = await self._adviser.advise(events, self._job.restarts_used)
+            self._turn_at = self._clock()
+        if any(map(self._steward.has_to_say, events)):
+            events = await self._steward.judged(events, self._job)
+            self._turn_at = self._clock()
+        return events
 
     async def _next_batch(self, wait_s: float | None) -> list[Letter]:
         """What came in; empty if nothing did in time, or if there is something else to look at."""
@@ -251,6 +262,7 @@ class Master:
         for watcher in self._watchers:
             self._feed(watcher)
         self._committed_at = time.monotonic()
+        self._steward.learn(durable, self._job)
 
     # --- connections
 

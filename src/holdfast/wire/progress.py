@@ -23,8 +23,9 @@ from typing import NamedTuple
 FIELDS_BYTES = 4_096
 RING_ENTRIES = 512
 MAGIC = 0x484F4C4446535431
-FIELDS = ("magic", "pid", "view", "step", "phase", "collectives", "begun", "paused", "moved_ns", "witnessed")
-"""`witnessed` counts the entries of the ring that were ever written."""
+FIELDS = ("magic", "pid", "view", "step", "phase", "collectives", "begun", "paused", "moved_ns", "witnessed", "own_ns")
+"""`witnessed` counts the entries of the ring that were ever written. `own_ns` is how long the last step took before its
+first collective, and so without waiting for others."""
 _WORD = struct.Struct("=q")
 _ENTRY = struct.Struct("=q7q16sqq")
 """Its number; the entry; its mark; its number again."""

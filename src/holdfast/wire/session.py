@@ -2,7 +2,7 @@
 
 The worker speaks from a thread of its own, so that it hears a new view while its main thread hangs in a collective.
 
-    worker → agent     Enrol, Ready, Joined, Committed, Interrupted, Released, Skipped, Shards, Stacks,
+    worker → agent     Enrol, Ready, Joined, Committed, Interrupted, Released, Skipped, Shards, Numbers, Stacks,
                        NeedRoom, Sealed, AskHeld
     agent → worker     Welcome, Prepare, Assign, Revoke, Release, ShowStacks, Room, Held, Written
 
@@ -126,6 +126,15 @@ class Shards(msgspec.Struct, frozen=True, kw_only=True, tag="shards"):
     step: int
     leases: tuple[Lease, ...]
     troubles: tuple[Trouble, ...]
+
+
+class Numbers(msgspec.Struct, frozen=True, kw_only=True, tag="numbers"):
+    """Odd numbers in a step, and what became of it: repeated, passed (as they were fine the second time), skipped,
+    kept, stopped."""
+
+    step: int
+    what: str
+    outcome: str
 
 
 class Stacks(msgspec.Struct, frozen=True, tag="stacks"):
@@ -257,6 +266,7 @@ FromWorker = (
     | Released
     | Skipped
     | Shards
+    | Numbers
     | Stacks
     | NeedRoom
     | Sealed

@@ -14,6 +14,7 @@ It is always in one of these places, and each knows what to do about a view that
 from __future__ import annotations
 
 import json
+import time
 from typing import Any, NoReturn
 
 import torch
@@ -26,8 +27,9 @@ from holdfast.errors import CheckpointError, SettleError
 from holdfast.state.snapshot import Snapshot
 from holdfast.state.tracked import Tracked
 from holdfast.wire.progress import Phase
-from holdfast.wire.session import Closed, Committed, Joined, Ready, Shards
+from holdfast.wire.session import Closed, Committed, FromWorker, Joined, Ready, Shards
 from holdfast.worker import checkpoints, elastic, groups, recalling, resharding, restoring, talk
+from holdfast.worker.guards import Guards
 from holdfast.worker.launch import Launch
 from holdfast.worker.membership import bare
 from holdfast.worker.models import align_buffers, is_sharded, reset_models, shards_of
@@ -70,6 +72,8 @@ class Engine:
         self._witness = Witness(self._page)
         self.logged: dict[str, float] = {}
         """What the script said of its last committed step."""
+        self.guards = Guards(self)
+        self._step_began_ns = 0
         groups.on_collective(self._on_collective)
 
     @property
@@ -250,11 +254,13 @@ class Engine:
 
     def begin_step(self) -> None:
         number = self.next_step
+        self._step_began_ns = time.monotonic_ns()
         self._page.move(step=number, phase=Phase.BODY, collectives=0)
         self._begin_witness()
         if self._snapshots is not None:
             self._snapshots.begin(number)
         self.transaction.keeps_copy = self._keeps_copy
+        self.guards.begin()
         self.transaction.begin()
         set_generators(slot_key(self.seed, number, dist.get_rank()))
 
@@ -328,12 +334,14 @@ class Engine:
     def barrier(self) -> None:
         """Until the step is committed. Raises RepeatStep if it will not be."""
         if self.membership is None:
+            self.guards.before_commit(self._shards)
             self._passed()
             return
         self._at_barrier = True
         self._page.move(phase=Phase.BARRIER)
         self._witness.write(self.membership.view, dist.get_rank(), dist.get_world_size(), self.next_step)
         try:
+            self.guards.before_commit(self._shards)
             align_buffers(self._tracked.modules().values())
             if self._ring is not None:
                 for loader in self._loaders():
@@ -422,6 +430,11 @@ class Engine:
 
     # --- small things
 
+    def tell(self, message: FromWorker) -> None:
+        """The agent, if there is one."""
+        if self._line is not None:
+            self._line.tell(message)
+
     def _loaders(self) -> list[Any]:
         """Those whose share depends on the rank, and whose position counts committed steps: hf.Loader."""
         return [thing for thing in self._tracked.others().values() if hasattr(thing, "set_place")]
@@ -431,6 +444,8 @@ class Engine:
         return {name: thing for name, thing in self._tracked.others().items() if hasattr(thing, "watcher")}
 
     def _on_collective(self) -> None:
+        if self._page.get("collectives") == 0 and self.is_stepping:
+            self._page.set(own_ns=time.monotonic_ns() - self._step_began_ns)
         self._page.move(collectives=self._page.get("collectives") + 1)
         if self._transaction is not None:
             self._transaction.notice_collective()

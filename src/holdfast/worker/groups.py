@@ -27,6 +27,7 @@ from torch.distributed import distributed_c10d
 from holdfast.core.faults import COLLATERAL_TEXTS
 from holdfast.errors import HoldfastError, ViewOverError
 from holdfast.worker import communicators
+from holdfast.worker.barrier import wait_for_all
 from holdfast.worker.elastic_group import DEFAULT_NAME, NO_VIEW, ElasticGroup, state
 from holdfast.worker.realm import Realm
 
@@ -193,6 +194,16 @@ def agree(values: Sequence[int]) -> list[int]:
         tensor[at] = value
     default_group().allreduce([tensor], _maximum).wait()
     return cast(list[int], tensor.tolist())
+
+
+def barrier(name: str, timeout_s: float) -> None:
+    """Until all ranks of the view have come to the barrier of this name. See barrier.py."""
+    realm = current_realm()
+    if realm.store is None or realm.world_size == 1:
+        realm.check()
+        return
+    store = PrefixStore(f"view/{realm.view}/{name}", realm.store)
+    wait_for_all(store, realm.rank, realm.world_size, timeout_s, realm.check)
 
 
 def gather(values: Sequence[int]) -> list[list[int]]:

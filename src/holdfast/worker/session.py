@@ -33,11 +33,12 @@ from holdfast.data.handing import Handing, Weight
 from holdfast.data.randomness import set_generators, slot_key
 from holdfast.errors import UsageError
 from holdfast.state.tracked import Tracked
-from holdfast.worker import elastic
+from holdfast.worker import elastic, groups
 from holdfast.worker.canonical import Canonical
 from holdfast.worker.engine import Engine
 from holdfast.worker.error_file import ERROR_FILE_VARIABLE
 from holdfast.worker.feeding import Feed
+from holdfast.worker.guards import DEVIATIONS, Policy
 from holdfast.worker.launch import launch
 from holdfast.worker.models import communicates_in_forward, prepare_models, set_gradient_sync
 from holdfast.worker.steps import Step
@@ -86,6 +87,8 @@ class Job:
         self._is_unwinding = False
         """Whether an error leaves the loop of the steps."""
         self._attempt = 0
+        self._barriers = (0, 0)
+        """Of which view the last one was, and its number there."""
         self.logged: dict[str, float] = {}
         """What `step.log` was given in the last committed step."""
         elastic.prepare_with(self._start_over)
@@ -165,6 +168,23 @@ class Job:
         finally:
             self._page.move(paused=self._page.get("paused") - 1)
 
+    def watch(
+        self, *, numbers: Policy | None = None, deviations: float = DEVIATIONS, checksum_every: int = 0
+    ) -> None:
+        """Watch over the numbers; after `track`. A loss (`step.backward`) or gradient that is not finite, or beyond
+        `deviations` of those before, has its step repeated once; if it comes back, `numbers` decides: `skip` the
+        batch, `stop`, or `go-on`. Every `checksum_every` steps, ranks that should have the same parameters compare
+        them."""
+        if not len(self._tracked):
+            raise UsageError("job.watch needs to know the model: call job.track before")
+        self._engine.guards.watch(self._tracked, numbers, deviations, checksum_every)
+
+    def barrier(self, timeout: float = 60.0) -> None:
+        """Wait until all ranks are here; MissingRanksError after `timeout` seconds names those that are not."""
+        self._barriers = (self.view, self._barriers[1] + 1 if self._barriers[0] == self.view else 0)
+        self._page.move(collectives=self._page.get("collectives") + 1)
+        groups.barrier(f"barrier/{self._barriers[1]}", timeout)
+
     def _start_over(self) -> None:
         """Everything that was built is left behind; `track` will be told what takes its place."""
         self._tracked = Tracked()
@@ -180,6 +200,7 @@ class Job:
         if self._engine.is_stepping:
             if self._canonical is not None:
                 self._canonical.before_update()
+            self._engine.guards.look()
             self._engine.before_update(optimizer)
 
     def _begin_step(self, step: Step) -> None:
@@ -205,6 +226,9 @@ class Job:
             step.is_committed = True
             self._keep_values(step)
         return is_repeated
+
+    def _saw_loss(self, loss: Any) -> None:
+        self._engine.guards.see_loss(loss)
 
     def _settle_last(self) -> None:
         step, self._unsettled = self._unsettled, None

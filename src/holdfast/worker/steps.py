@@ -52,6 +52,7 @@ class Step:
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss of the batch handed out last, weighted so that the average over ranks is the mean over the global
         batch, whatever the split."""
+        self._job._saw_loss(loss)
         return loss * self._scale if self._scale != 1.0 else loss
 
     def backward(self, loss: torch.Tensor) -> None:

@@ -157,6 +157,13 @@ class Transaction:
         self.is_open = False
         self._updated_before = self.has_updated
 
+    def drop_update(self) -> None:
+        """The step is to be committed without its update."""
+        if self.has_updated:
+            self._undo.restore()
+        for optimizer in self._tracked.optimizers().values():
+            optimizer.zero_grad(set_to_none=True)
+
     def undo(self) -> None:
         """The step is to be repeated: all that it changed is put back."""
         self.is_open = False

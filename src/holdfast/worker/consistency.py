@@ -1,0 +1,68 @@
+"""Silent corruption: ranks that should have the same parameters compare a checksum of them, every so many steps.
+
+At a commit ranks with the same shard (all of them, where the model is replicated) must have the same bits. Whoever
+differs from the majority raises CorruptionError: its process is replaced, its state comes from a peer that is right,
+and the step is repeated. Where there is no majority, as among two, all raise: nobody's state can be trusted, and all
+start again from the last checkpoint.
+
+The checksum is a sum over the bits as whole numbers, computed where the parameters are: any single flip changes it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+import torch
+
+from holdfast.core.diagnosis import ranks_text
+from holdfast.errors import CorruptionError
+from holdfast.state.sharded import local_of
+
+MODULUS = 2**61 - 1
+FACTOR = 1_000_003
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By the size of an element, what its bits are added up as."""
+
+Gather = Callable[[list[int]], list[list[int]]]
+
+
+def checksum(tensors: Iterable[torch.Tensor]) -> int:
+    """Of all bits of all tensors, in order."""
+    found = 0
+    with torch.no_grad():
+        for tensor in tensors:
+            local = local_of(tensor).detach()
+            whole = torch.view_as_real(local) if local.is_complex() else local
+            words = whole.contiguous().view(-1).view(WORDS[min(whole.element_size(), 8)])
+            found = (found * FACTOR + int(words.sum(dtype=torch.int64))) % MODULUS
+    return found
+
+
+class Consistency:
+    """Of one worker. `parameters` are its own, `shards` how many different parts of the model there are."""
+
+    def __init__(self, parameters: Callable[[], Iterable[torch.Tensor]], every: int) -> None:
+        self._parameters, self._every = parameters, every
+
+    def before_commit(self, step: int, rank: int, shards: int, gather: Gather) -> None:
+        """Raises CorruptionError on a rank whose parameters are not those of the others."""
+        if step == 0 or step % self._every:
+            return
+        rows = [row[0] for row in gather([checksum(self._parameters())])]
+        if text := verdict(rows, rank, shards):
+            raise CorruptionError(f"before step {step} {text}")
+
+
+def verdict(sums: list[int], rank: int, shards: int) -> str:
+    """What is wrong with this rank's parameters, from everybody's checksums; empty if nothing is."""
+    twins = {other: sums[other] for other in range(rank % shards, len(sums), shards)}
+    (most, count), *_ = Counter(twins.values()).most_common(1)
+    if count == len(twins):
+        return ""
+    if 2 * count <= len(twins):
+        return f"the parameters of {ranks_text(twins)} differ, and none of them has a majority"
+    if sums[rank] == most:
+        return ""
+    right = [other for other, value in twins.items() if value == most]
+    return f"this rank's parameters differ from those of {ranks_text(right)}, which agree"

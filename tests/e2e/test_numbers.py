@@ -1,0 +1,39 @@
+"""Numbers that go wrong while training: repeated once, then by the policy; and bits that flip unseen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from e2e.jobs import SCRIPTS, Place
+from holdfast.core.records import NumbersOdd, WorkerLost
+
+NUMBERS = str(SCRIPTS / "numbers.py")
+
+
+def lines(job: Place) -> list[list[str]]:
+    return [line.split() for line in (job.work / "steps").read_text().splitlines()]
+
+
+def test_a_bad_number_is_repeated_then_skipped_and_a_flipped_bit_is_found_where_it_is(tmp_path: Path) -> None:
+    job = Place(tmp_path)
+    agent = job.start("--standalone", "--nproc-per-node", "3", NUMBERS, "skip", "20")
+    assert agent.wait() == 0, agent.stderr[-3000:]
+    odd = [(o.step, o.rank, o.outcome) for o in job.journal.of(NumbersOdd)]
+    assert (4, 1, "repeated") in odd and (4, 1, "passed") in odd, "it was not so the second time"
+    seventh = [(rank, outcome) for step, rank, outcome in odd if step == 7]
+    assert {outcome for _, outcome in seventh} == {"repeated", "skipped"}
+    lost = [(record.failure.rank, record.failure.fault) for record in job.journal.of(WorkerLost)]
+    assert [(rank, fault.name) for rank, fault in lost if fault] == [(1, "silent-corruption")]
+    digests = {int(step): {line[3] for line in lines(job) if line[0] == step} for step, *_ in lines(job)}
+    assert sorted(digests) == list(range(20)) and all(len(found) == 1 for found in digests.values()), "replicas agree"
+    assert digests[7] == digests[6] != digests[8], "the step was committed without its update"
+
+
+def test_stop_leaves_a_checkpoint_of_the_last_good_step(tmp_path: Path) -> None:
+    job = Place(tmp_path)
+    agent = job.start("--standalone", "--nproc-per-node", "2", "--max-restarts", "3", NUMBERS, "stop", "20")
+    assert agent.wait() == 7, agent.stderr[-3000:]
+    end = job.journal.finished()
+    assert end.cause is not None and end.cause.fault is not None and end.cause.fault.name == "numeric-fault"
+    assert "in step 7 the loss is inf" in end.cause.message
+    assert max(int(line[0]) for line in lines(job)) == 6

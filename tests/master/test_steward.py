@@ -1,0 +1,238 @@
+"""The steward: machines' names go into events, what happens to them into the book, cordons to the platform."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from core.world import World
+from holdfast import monitors
+from holdfast.core.events import Event, Hello, WorkerFailed
+from holdfast.core.fault_table import typed
+from holdfast.core.faults import Exited
+from holdfast.core.ladder import Verdict
+from holdfast.core.reputation import DAY_S, Grade, Kind, Mark
+from holdfast.errors import HoldfastError
+from holdfast.journal import NodeBook
+from holdfast.master.steward import Steward
+from holdfast.monitors import ErrorMonitor, Fault, NodeFacts
+from holdfast.platforms.local import LocalPlatform
+
+DRIVER, INFOROM = 201, 14
+
+
+class Care:
+    """A world whose master has a steward."""
+
+    def __init__(self, directory: Path, *asked: ErrorMonitor, **settings: Any) -> None:
+        self.world = World(**settings)
+        self.book = NodeBook(directory / "nodes.sqlite")
+        self.platform = LocalPlatform(directory, clock=lambda: self.world.now)
+        self.steward = Steward(self.book, self.platform, asked, clock=lambda: self.world.now)
+
+    def do(self, *events: Event) -> None:
+        async def turn() -> None:
+            told = await self.steward.introduced(list(events))
+            told = await self.steward.judged(told, self.world.job)
+            self.steward.learn(self.world.do(*told).records, self.world.job)
+            await self.steward.close()
+
+        asyncio.run(turn())
+
+    def fails(self, node_id: str, code: int, local_rank: int = 0) -> WorkerFailed:
+        event = self.world.failed(node_id, local_rank, end=Exited(code))
+        return msgspec.structs.replace(event, failure=typed(event.failure))
+
+    def kinds(self, machine: str) -> list[str]:
+        return [f"{event.kind.value} {event.fault}".rstrip() for event in self.book.history(machine)]
+
+
+def run(work: Callable[[], Awaitable[Any]]) -> Any:
+    return asyncio.run(work())  # type: ignore[arg-type]
+
+
+def test_a_fault_of_a_node_is_remembered_once_and_its_return_is_probation(tmp_path: Path) -> None:
+    care = Care(tmp_path, nodes=(1, 2), workers=2)
+    care.do(care.world.hello("a"), care.world.hello("b"))
+    care.do(care.fails("b", DRIVER), care.fails("b", DRIVER, 1))  # all of its workers die of it
+    assert care.kinds("host-b") == ["fault driver-error"] and care.kinds("host-a") == []
+    assert care.platform.unschedulable() == {}
+    later = Care(tmp_path, nodes=(1, 2))
+    later.world.now += 3 * DAY_S
+    later.do(later.world.hello("b"))
+    assert later.kinds("host-b") == ["fault driver-error", "returned"]
+    again = Care(tmp_path, nodes=(1, 2))
+    again.world.now += 3 * DAY_S + 60
+    again.do(again.world.hello("b"))
+    assert again.world.job.nodes["b"].repute.grade is Grade.PROBATION
+    assert again.kinds("host-b") == ["fault driver-error", "returned"]
+
+
+def test_what_an_agent_says_of_its_name_does_not_count(tmp_path: Path) -> None:
+    care = Care(tmp_path, nodes=(1, 1))
+    care.platform.mark_unschedulable(Mark(machine="host-a", at=0.0, by="ada", why="loud"))
+    care.do(care.world.hello("a"))
+    assert care.world.job.nodes["a"].repute.grade is Grade.CORDONED and care.world.gathering
+
+
+def test_a_critical_fault_cordons_the_machine_and_everybodys_fault_lets_it_back(tmp_path: Path) -> None:
+    care = Care(tmp_path, nodes=(1, 3), restarts=3)
+    care.do(*(care.world.hello(name) for name in "abc"))
+    care.do(care.fails("b", INFOROM))
+    assert list(care.platform.unschedulable()) == ["host-b"]
+    assert care.platform.unschedulable()["host-b"].by == "job job"
+    care.world.start_all()
+    care.world.now += 10
+    care.do(care.fails("c", INFOROM))
+    assert care.platform.unschedulable() == {}
+    assert care.kinds("host-b") == ["fault inforom-corrupted", "cordoned", "cleared inforom-corrupted"]
+    assert care.kinds("host-c") == []
+
+
+def test_somebody_elses_mark_is_not_taken_back(tmp_path: Path) -> None:
+    care = Care(tmp_path, nodes=(1, 3), restarts=3)
+    care.do(*(care.world.hello(name) for name in "abc"))
+    care.do(care.fails("b", INFOROM))
+    care.platform.mark_unschedulable(Mark(machine="host-b", at=care.world.now, by="ada", why="I look at it"))
+    care.world.start_all()
+    care.do(care.fails("c", INFOROM))
+    assert list(care.platform.unschedulable()) == ["host-b"]
+
+
+def test_a_lemon_is_banned_for_a_while_at_its_third_fault_in_a_week(tmp_path: Path) -> None:
+    for day in range(3):
+        care = Care(tmp_path, nodes=(1, 2))
+        care.world.now += day * DAY_S
+        care.do(care.world.hello("a"), care.world.hello("b"))
+        assert (care.platform.unschedulable() == {}) is True
+        care.do(care.fails("b", DRIVER))
+    mark = care.platform.unschedulable()["host-b"]
+    assert mark.until and 14 * DAY_S < mark.until - mark.at < 28 * DAY_S and "keeps failing" in mark.why
+    last = Care(tmp_path, nodes=(1, 2))
+    last.world.now += 4 * DAY_S
+    last.do(last.world.hello("b"), last.world.hello("a"))
+    last.world.wait(1)
+    assert last.world.members == ["a"] and last.world.job.nodes["b"].repute.grade is Grade.BANNED
+
+
+def test_not_more_machines_than_the_limit_are_cordoned_within_a_day_by_all_jobs_together(tmp_path: Path) -> None:
+    for number in range(3):
+        care = Care(tmp_path, nodes=(1, 2), cordon_limit=2)
+        care.do(care.world.hello("a"), care.world.hello(f"m{number}"))
+        care.do(care.fails(f"m{number}", INFOROM))
+    assert len(care.platform.unschedulable()) == 2
+    assert len(care.kinds("host-m2")) == 1
+
+
+def test_a_new_master_does_what_the_last_one_did_not_get_round_to(tmp_path: Path) -> None:
+    care = Care(tmp_path, nodes=(1, 2))
+    care.do(care.world.hello("a"), care.world.hello("b"))
+    care.world.do(care.fails("b", INFOROM))  # journaled, and then the master died
+    assert care.platform.unschedulable() == {}
+    care.world.restart_master()
+
+    async def start() -> None:
+        care.steward.reconcile(care.world.job)
+        await care.steward.close()
+
+    run(start)
+    assert list(care.platform.unschedulable()) == ["host-b"]
+    care.platform.mark_schedulable("host-b")
+    run(start)  # it was told once, and somebody let it back
+    assert care.platform.unschedulable() == {}
+
+
+def test_a_platform_or_a_book_that_fails_costs_nothing_but_what_it_knew(tmp_path: Path) -> None:
+    class Broken(LocalPlatform):
+        def unschedulable(self) -> dict[str, Mark]:
+            raise HoldfastError("no route to the API server")
+
+    care = Care(tmp_path, nodes=(1, 2))
+    care.steward = Steward(NodeBook(tmp_path), Broken(tmp_path), clock=lambda: care.world.now)  # a directory
+    care.do(care.world.hello("a"), care.world.hello("b"))
+    care.world.start_all()
+    care.do(care.fails("b", INFOROM))
+    assert care.world.members == ["a"]
+
+
+# --- monitors
+
+
+class Says(ErrorMonitor):
+    def __init__(self, verdict: Any) -> None:
+        self.verdict, self.told = verdict, []
+
+    def handle(self, fault: Fault, node: NodeFacts) -> Verdict:
+        self.told.append((fault.name, node.machine, len(node.faults())))
+        if isinstance(self.verdict, BaseException):
+            raise self.verdict
+        found: Verdict = self.verdict() if callable(self.verdict) else self.verdict
+        return found
+
+
+def test_a_monitor_may_cordon_and_pardon(tmp_path: Path) -> None:
+    mine = Says(Verdict.CORDON)
+    care = Care(tmp_path, mine, nodes=(1, 2))
+    care.do(care.world.hello("a"), care.world.hello("b"))
+    care.do(care.fails("b", 3))
+    assert mine.told == [("exited", "host-b", 0)]
+    assert list(care.platform.unschedulable()) == ["host-b"]
+    other = Care(tmp_path / "other", Says(Verdict.PARDON), nodes=(1, 2))
+    other.do(other.world.hello("a"), other.world.hello("b"))
+    other.do(other.fails("b", INFOROM))
+    assert other.platform.unschedulable() == {} and other.kinds("host-b") == []
+
+
+@pytest.mark.parametrize("answer", [ValueError("no"), SystemExit(1), "cordon", None])
+def test_whatever_goes_wrong_in_a_monitor_means_nothing_and_the_next_one_is_asked(tmp_path: Path, answer: Any) -> None:
+    second = Says(Verdict.CORDON)
+    care = Care(tmp_path, Says(answer), second, nodes=(1, 2))
+    care.do(care.world.hello("a"), care.world.hello("b"))
+    care.do(care.fails("b", 3))
+    assert len(second.told) == 1 and list(care.platform.unschedulable()) == ["host-b"]
+
+
+def test_a_monitor_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitors, "TIME_LIMIT_S", 0.05)
+    release = threading.Event()
+    care = Care(tmp_path, Says(lambda: release.wait(60) and Verdict.CORDON), nodes=(1, 2))
+    care.do(care.world.hello("a"), care.world.hello("b"))
+    try:
+        care.do(care.fails("b", 3))
+        assert care.platform.unschedulable() == {} and care.world.job.failed == {}
+    finally:
+        release.set()
+        for thread in monitors._guest.stuck:
+            thread.join(60)
+
+
+def test_an_introduction_of_a_stranger_costs_no_query_of_its_own(tmp_path: Path) -> None:
+    care = Care(tmp_path, nodes=(1, 1000))
+    hellos: list[Event] = [care.world.hello(f"n{number}") for number in range(1000)]
+    told = asyncio.run(care.steward.introduced(hellos))
+    assert all(isinstance(event, Hello) and event.repute.grade is Grade.GOOD for event in told)
+
+
+def test_histories_know_what_happened(tmp_path: Path) -> None:
+    care = Care(tmp_path, nodes=(1, 2), silence_timeout_s=5.0)
+    care.do(care.world.hello("a"), care.world.hello("b"))
+    care.do(care.world.silent("b"))
+    assert [(e.kind, e.weight) for e in care.book.history("host-b")] == [(Kind.FAULT, 0.5)]
+
+
+def test_checks_are_part_of_the_history(tmp_path: Path) -> None:
+    care = Care(tmp_path, nodes=(1, 2))
+    care.do(care.world.hello("a"))
+    care.steward.checked(care.world.job, "a", is_fit=False, why="matmul: 3.1 times as long as expected")
+    assert care.kinds("host-a") == ["check-failed check-failed"]
+    later = Care(tmp_path, nodes=(1, 2))
+    later.do(later.world.hello("a"))
+    assert later.world.job.nodes["a"].repute.grade is Grade.PROBATION
+    later.steward.checked(later.world.job, "a", is_fit=True, why="all stages")
+    assert later.steward._repute("host-a").grade is Grade.GOOD

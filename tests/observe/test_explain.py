@@ -1,0 +1,125 @@
+"""An incident's report: the cause first, stacks once, what was decided and why."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+
+from core.world import World
+from holdfast.cli.explain import lines
+from holdfast.core import records as r
+from holdfast.core.diagnosis import ranks_text
+from holdfast.core.events import SessionInfo, WorkerFailed
+from holdfast.core.fault_table import typed
+from holdfast.core.faults import Exited
+from holdfast.core.ladder import Strategy
+from holdfast.journal import Entry
+from holdfast.observe.explain import Explanation, explain, incident_numbers
+
+
+def entries(world: World) -> list[Entry]:
+    durable = [record for record in world.history if r.is_durable(record)]
+    return [Entry(seq, record) for seq, record in enumerate(durable, start=1)]  # type: ignore[arg-type]
+
+
+def told(world: World, number: int = 1) -> tuple[Explanation, str]:
+    found = explain(entries(world), number)
+    decoded = msgspec.json.decode(msgspec.json.encode(found), type=Explanation)
+    assert decoded == found, "it can be read back"
+    return found, "\n".join(lines(found))
+
+
+def fails(world: World, node_id: str, local_rank: int = 0, **more: object) -> WorkerFailed:
+    event = world.failed(node_id, local_rank, end=Exited(1))
+    return msgspec.structs.replace(event, failure=typed(msgspec.structs.replace(event.failure, **more)))
+
+
+def test_a_failure_that_was_repaired() -> None:
+    world = World(nodes=(2, 2), session=SessionInfo(), workers=2).train("a", "b")
+    cause = fails(world, "b", 1, exception="ValueError", message="ValueError: boom", traceback="Traceback", step=8)
+    world.do(world.stumbled("a", 0), world.stumbled("a", 1), cause)
+    world.now += 0.1
+    world.prove()
+    found, text = told(world)
+    assert found.fault and found.fault.name == "script-error"
+    assert found.root and (found.root.rank, found.root.step) == (3, 8)
+    assert found.collateral == 2 and found.others == ()
+    assert [decision.strategy for decision in found.decisions] == [Strategy.RECOVER_IN_PLACE]
+    assert sum(found.phases_s.values()) > 0
+    first, second, third, *_ = text.splitlines()
+    assert first == "job job, incident 1"
+    assert second == "root cause: rank 3 on b exited with code 1: ValueError: boom"
+    assert third.startswith("  fault: script-error: the script raised an exception (blame: user code, serious")
+    assert "incident 1 over after" in found.outcome
+    kinds = [moment.kind for moment in found.timeline]
+    assert kinds[:4] == ["step-broken", "step-broken", "worker-lost", "incident-opened"]
+    assert kinds[-1] == "incident-closed" and "node-joined" not in kinds
+
+
+def test_a_hang_shows_every_stack_once_and_who_is_behind() -> None:
+    world = World(nodes=(2, 2), session=SessionInfo(), workers=2).train("a", "b")
+    reports = [world.stalled("a", 9, 9), world.stalled("b", 9, 8)]
+    for report in reports:
+        stacks = tuple(
+            msgspec.structs.replace(v, stack="in all_reduce" if v.step == 9 else "in load") for v in report.vectors
+        )
+        world.do(msgspec.structs.replace(report, vectors=stacks))
+    found, text = told(world)
+    assert found.fault and found.fault.name == "hang"
+    assert [(group.ranks, group.stack) for group in found.stacks] == [((3,), "in load"), ((0, 1, 2), "in all_reduce")]
+    assert [one.rank for one in found.progress if one.is_suspect] == [3]
+    assert "rank 3:\n  in load" in text and "ranks 0-2:\n  in all_reduce" in text and "← least far" in text
+    assert found.outcome == "not over yet"
+
+
+def test_a_node_that_was_sent_away() -> None:
+    world = World(nodes=(1, 2), restarts=1).run("a", "b")
+    event = world.failed("b", end=Exited(14))
+    world.do(msgspec.structs.replace(event, failure=typed(event.failure)))
+    found, text = told(world)
+    notes = [note.text for note in found.nodes if note.node_id == "b"]
+    assert notes[0] == "machine host-b on host-b, known as good"
+    assert "inforom-corrupted" in notes[1] and "cordoned" in notes[1]
+    assert "blame: node, critical" in text
+
+
+def test_a_lost_node_and_the_end_of_the_job() -> None:
+    world = World(nodes=(2, 2), restarts=0, join_timeout_s=10.0).run("a", "b")
+    world.do(world.broke("b"))
+    world.wait(20)
+    found, _ = told(world)
+    assert found.kind == "node" and found.fault and found.fault.name == "node-lost" and found.root is None
+    assert found.outcome.startswith("the job failed: waited 10 s for 2 nodes")
+    assert json.loads(msgspec.json.encode(found))["decisions"][0]["strategy"] == "wait"
+
+
+def test_each_incident_has_its_own_part_of_the_journal() -> None:
+    world = World(nodes=(1, 1), restarts=3).run("a")
+    for _ in range(3):
+        world.now += 10
+        world.do(fails(world, "a", exception="KeyError", message="KeyError: 7"))
+        world.start_all()
+    assert incident_numbers(entries(world)) == [1, 2, 3]
+    assert [explain(entries(world), number).timeline[0].kind for number in (1, 2, 3)] == ["worker-lost"] * 3
+    seqs = [[moment.seq for moment in explain(entries(world), number).timeline] for number in (1, 2, 3)]
+    assert seqs[0][-1] < seqs[1][0] and seqs[1][-1] < seqs[2][0]
+
+
+def test_ranks_in_stretches() -> None:
+    assert ranks_text([3]) == "rank 3"
+    assert ranks_text([5, 0, 1, 2]) == "ranks 0-2, 5"
+    assert ranks_text(range(0, 64, 2)).endswith("and 16 more")
+
+
+def test_the_command(tmp_path: Path) -> None:
+    from holdfast.cli.app import run_app
+    from observe.scenario import BOOM, JobOnDisk
+
+    job = JobOnDisk(tmp_path).join("a").start("a")
+    assert run_app(["explain", "--state-dir", str(tmp_path)]) == 0
+    job.fail("a", 1, **BOOM)
+    assert run_app(["explain", "--state-dir", str(tmp_path)]) == 0
+    assert run_app(["explain", "1", "-o", "json", "--state-dir", str(tmp_path)]) == 0
+    assert run_app(["explain", "7", "--state-dir", str(tmp_path)]) == 1

@@ -1,0 +1,97 @@
+"""Guards of a run's numbers: checksums by majority, and a barrier that names who is missing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from holdfast.errors import MissingRanksError, ViewOverError
+from holdfast.worker import groups
+from holdfast.worker.consistency import checksum, verdict
+from worker.crowd import Crowd, Member, together
+
+TENSORS = [torch.randn(17, 3), torch.randn(5).to(torch.bfloat16), torch.arange(4), torch.tensor([True, False])]
+
+
+@pytest.mark.parametrize("number", range(len(TENSORS)))
+def test_a_flipped_bit_changes_the_checksum(number: int) -> None:
+    before = checksum(TENSORS)
+    assert checksum([tensor.clone() for tensor in TENSORS]) == before
+    changed = [tensor.clone() for tensor in TENSORS]
+    changed[number].view(-1).view(torch.uint8)[1] ^= 1
+    assert checksum(changed) != before
+
+
+def test_the_order_of_tensors_counts_and_strides_do_not() -> None:
+    first, second = torch.randn(4, 6), torch.randn(4, 6)
+    assert checksum([first, second]) != checksum([second, first])
+    assert checksum([first.t().contiguous().t()]) == checksum([first])
+
+
+@pytest.mark.parametrize(
+    ("sums", "shards", "wrong"),
+    [
+        ([5, 5, 5], 1, {}),
+        ([5, 7, 5], 1, {1: "differ from those of ranks 0, 2"}),
+        ([5, 7, 5, 8], 1, {0: "majority", 1: "majority", 2: "majority", 3: "majority"}),
+        ([5, 7], 1, {0: "majority", 1: "majority"}),
+        ([5, 6, 5, 6, 5, 9], 2, {5: "differ from those of ranks 1, 3"}),
+        ([5, 6, 7, 8], 4, {}),  # nobody has the same
+    ],
+)
+def test_who_differs_is_found_by_majority(sums: list[int], shards: int, wrong: dict[int, str]) -> None:
+    found = {rank: text for rank in range(len(sums)) if (text := verdict(sums, rank, shards))}
+    assert found.keys() == wrong.keys()
+    assert all(wrong[rank] in found[rank] for rank in wrong)
+
+
+def come(member: Member, rank: int, size: int, latecomer: int) -> str:
+    member.start(rank, size)
+    groups.barrier("first", 30.0)
+    if rank == latecomer:
+        member.hear("told")
+        return "late"
+    try:
+        groups.barrier("second", 0.3)
+    except MissingRanksError as error:
+        assert error.ranks == (latecomer,)
+        if rank == 0:
+            member.say("told")
+        return str(error)
+    return "met"
+
+
+def test_a_barrier_names_who_is_missing() -> None:
+    said = together(come, 3, 1)
+    assert said == ["rank 1 of 3 did not come to the barrier in 0.3 s", "late", said[0]]
+
+
+def wait_long(member: Member) -> str:
+    member.start(0, 2)
+    member.say("in")
+    try:
+        groups.barrier("never", 60.0)
+    except ViewOverError as error:
+        return str(error)
+    return "met"
+
+
+def end_view(member: Member) -> str:
+    import threading
+
+    member.start(1, 2)
+    member.hear("in")
+    threading.Timer(0.0, groups.revoke, ("somebody died",)).start()
+    try:
+        groups.barrier("other", 60.0)
+    except ViewOverError as error:
+        return str(error)
+    return "met"
+
+
+def test_the_end_of_the_view_ends_the_wait() -> None:
+    with Crowd() as crowd:
+        crowd.add(wait_long)
+        crowd.add(end_view)
+        crowd.hear("in")
+        assert crowd._result(1, __import__("time").monotonic() + 30) == "somebody died"
