@@ -1,7 +1,8 @@
-"""Make-believe clusters with known bad nodes and links, measured by the core's own tournament and judged by its verdicts.
+"""Make-believe clusters with known bad nodes and links, measured by the core's own tournament and judged by its
+verdicts.
 
-The noise is that of real measurements: parts differ by a per cent or so, blocks by another, and now and then a block, or
-a whole measurement, is disturbed. A node's connection is as slow as the slower of its two ends and the link between.
+The noise is that of real measurements: parts differ by a per cent or so, blocks by another, and now and then a block,
+or a whole measurement, is disturbed. A node's connection is as slow as the slower of its two ends and the link between.
 """
 
 from __future__ import annotations

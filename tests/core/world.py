@@ -32,6 +32,7 @@ from holdfast.core.transact import Transaction, begin, replay, transact
 
 START = 100.0
 EXITED = Exited(1)
+SOFT_OF_JOB = {"checkup", "checkups"}
 SOFT_FIELDS = {"link", "store_port", "parked", "parked_at"}
 """What a node's records of connections say; a journal does not hold it."""
 
@@ -385,7 +386,7 @@ class World:
 
 def durable(job: Job) -> dict[str, Any]:
     """All that a journal must be able to rebuild."""
-    told = {f.name: getattr(job, f.name) for f in fields(job) if f.name != "nodes"}
+    told = {f.name: getattr(job, f.name) for f in fields(job) if f.name not in {"nodes", *SOFT_OF_JOB}}
     return told | {"nodes": {node_id: _durable_node(node) for node_id, node in job.nodes.items()}}
 
 

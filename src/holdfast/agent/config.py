@@ -76,5 +76,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
     """In-memory copies of each shard that other ranks are to hold."""
     hang_timeout_s: float | None = None
     """How long nothing may move on this node. None: as long as its own steps make reasonable; 0: for ever."""
+    accelerator: str = ""
+    """The kind of processor that checks of this node examine; empty: whichever it has."""
     failover: str = ""
     """The user's failover extension, `module::Class`; empty: none."""

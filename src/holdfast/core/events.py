@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from holdfast.core.faults import Failure
+from holdfast.core.health import CheckResult
 from holdfast.core.leases import Lease, Trouble
 
 
@@ -291,6 +292,16 @@ class StreamNews(msgspec.Struct, frozen=True, kw_only=True, tag="stream-news"):
     troubles: tuple[Trouble, ...]
 
 
+class NodeExamined(msgspec.Struct, frozen=True, kw_only=True, tag="node-examined"):
+    """What came of a task of a check."""
+
+    node_id: str
+    incarnation: str
+    checkup: str
+    round: int
+    result: CheckResult
+
+
 class DrainAsked(msgspec.Struct, frozen=True, kw_only=True, tag="drain-asked"):
     """A person wants a node to leave at a step boundary."""
 
@@ -317,6 +328,7 @@ Event = (
     | SamplesWitnessed
     | StretchSkipped
     | StreamNews
+    | NodeExamined
     | DrainAsked
     | ResizeAsked
     | LinkBroke

@@ -13,6 +13,7 @@ import msgspec
 
 from holdfast.core.events import DataSource, NodeInfo, Part, SessionInfo, Stumble, Vector
 from holdfast.core.faults import Failure
+from holdfast.core.health import CheckResult, CheckTask, LinkVerdict, NodeVerdict, Norm
 from holdfast.core.ladder import Strategy as Strategy
 from holdfast.core.leases import Lease, Trouble
 from holdfast.core.settings import Settings
@@ -236,6 +237,39 @@ class ShardQuarantined(msgspec.Struct, frozen=True, kw_only=True, tag="shard-qua
     trouble: Trouble
 
 
+class NodesChecked(msgspec.Struct, frozen=True, kw_only=True, tag="nodes-checked"):
+    """A check of nodes is over: what was measured, what was expected, and what is concluded."""
+
+    at: float
+    checkup: str
+    why: str
+    """What it was for."""
+    took_s: float
+    accelerator: str
+    nodes: tuple[NodeVerdict, ...]
+    links: tuple[LinkVerdict, ...] = ()
+    """Bad ones only."""
+    norms: tuple[Norm, ...] = ()
+
+
+class NodeSuspected(msgspec.Struct, frozen=True, kw_only=True, tag="node-suspected"):
+    """A fault that may be the node's: it is checked before it takes part again."""
+
+    at: float
+    node_id: str
+    incarnation: str
+    why: str
+
+
+class NodeReadmitted(msgspec.Struct, frozen=True, kw_only=True, tag="node-readmitted"):
+    """A slow node was left out, and the job cannot do without it any more."""
+
+    at: float
+    node_id: str
+    incarnation: str
+    why: str
+
+
 class IncidentOpened(msgspec.Struct, frozen=True, kw_only=True, tag="incident-opened"):
     at: float
     number: int
@@ -316,6 +350,40 @@ class SamplesNoted(msgspec.Struct, frozen=True, kw_only=True, tag="samples-noted
     parts: tuple[Part, ...]
 
 
+class CheckupBegan(msgspec.Struct, frozen=True, kw_only=True, tag="checkup-began"):
+    """Nodes are to be checked. A master that takes over begins anew."""
+
+    at: float
+    checkup: str
+    why: str
+    lives: dict[str, str]
+    """By node id: incarnations of those that are to be judged."""
+    partners: tuple[str, ...] = ()
+    """Nodes known to be well, which only help."""
+
+
+class RoundBegan(msgspec.Struct, frozen=True, kw_only=True, tag="round-began"):
+    at: float
+    checkup: str
+    round: int
+    deadline: float
+    tasks: dict[str, CheckTask]
+
+
+class RoundReported(msgspec.Struct, frozen=True, kw_only=True, tag="round-reported"):
+    at: float
+    node_id: str
+    checkup: str
+    round: int
+    result: CheckResult
+
+
+class CheckupDropped(msgspec.Struct, frozen=True, kw_only=True, tag="checkup-dropped"):
+    at: float
+    checkup: str
+    why: str
+
+
 class NodeRefused(msgspec.Struct, frozen=True, kw_only=True, tag="node-refused"):
     at: float
     node_id: str
@@ -356,15 +424,40 @@ DurableRecord = (
     | ShardsLeased
     | ShardFailed
     | ShardQuarantined
+    | NodesChecked
+    | NodeSuspected
+    | NodeReadmitted
     | IncidentOpened
     | IncidentDecided
     | IncidentClosed
     | JobFinished
 )
-SoftRecord = LinkLost | LinkRestored | StoreReady | SparesKnown | SamplesNoted | NodeRefused
+SoftRecord = (
+    LinkLost
+    | LinkRestored
+    | StoreReady
+    | SparesKnown
+    | SamplesNoted
+    | CheckupBegan
+    | RoundBegan
+    | RoundReported
+    | CheckupDropped
+    | NodeRefused
+)
 Record = DurableRecord | SoftRecord
 
-SOFT_RECORDS = (LinkLost, LinkRestored, StoreReady, SparesKnown, SamplesNoted, NodeRefused)
+SOFT_RECORDS = (
+    LinkLost,
+    LinkRestored,
+    StoreReady,
+    SparesKnown,
+    SamplesNoted,
+    CheckupBegan,
+    RoundBegan,
+    RoundReported,
+    CheckupDropped,
+    NodeRefused,
+)
 
 
 def is_durable(record: Record) -> bool:

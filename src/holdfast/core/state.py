@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from holdfast.core.copies import Layout, Seats
 from holdfast.core.events import NodeInfo, SessionInfo, Stumble
 from holdfast.core.faults import Failure
+from holdfast.core.health import Norm, Stage
 from holdfast.core.ladder import Strategy
 from holdfast.core.leases import Streams
 from holdfast.core.ledger import Ledger
-from holdfast.core.records import IncidentClosed, IncidentKind, JobFinished, WorkersStuck
+from holdfast.core.records import IncidentClosed, IncidentKind, JobFinished, NodesChecked, WorkersStuck
 from holdfast.core.settings import Settings
 from holdfast.core.views import Member, View
+
+if TYPE_CHECKING:
+    from holdfast.core.checkup import Checkup
 
 GONE_NODES_MAX = 1_000
 """Ended lives that are remembered, for the guard of their ids and for `holdfast status`."""
@@ -69,6 +74,46 @@ class Unlinked(msgspec.Struct, frozen=True, tag="unlinked"):
 Link = Linked | Unlinked
 
 
+class Unchecked(msgspec.Struct, frozen=True, tag="unchecked"):
+    """Nobody wanted a check."""
+
+
+class Awaited(msgspec.Struct, frozen=True, tag="awaited"):
+    """To be checked before it takes part."""
+
+    why: str
+
+
+class Fit(msgspec.Struct, frozen=True, tag="fit"):
+    """Passed its last check."""
+
+    at: float
+
+
+class Slow(msgspec.Struct, frozen=True, tag="slow"):
+    """Takes part all the same."""
+
+    at: float
+    why: str
+
+
+class LeftOut(msgspec.Struct, frozen=True, tag="left-out"):
+    """Slow, and the job does without it for as long as it can."""
+
+    at: float
+    why: str
+
+
+class Unfit(msgspec.Struct, frozen=True, tag="unfit"):
+    """Failed its check, and takes no part."""
+
+    at: float
+    why: str
+
+
+Health = Unchecked | Awaited | Fit | Slow | LeftOut | Unfit
+
+
 @dataclass
 class Node:
     """One node's current or last life."""
@@ -85,6 +130,7 @@ class Node:
     """Spares that wait on it, ready to take a rank."""
     parked_at: float = 0.0
     """When their number was last heard."""
+    health: Health = Unchecked()
 
     @property
     def alive(self) -> bool:
@@ -94,6 +140,11 @@ class Node:
     @property
     def eligible(self) -> bool:
         """May take part in the next view."""
+        return self.is_here and isinstance(self.health, Unchecked | Fit | Slow)
+
+    @property
+    def is_here(self) -> bool:
+        """Present and connected, whatever its health."""
         return isinstance(self.standing, Present) and isinstance(self.link, Linked)
 
     @property
@@ -202,6 +253,14 @@ class Job:
     """Which samples the committed steps were made of."""
     streams: Streams = field(default_factory=Streams)
     """Which shards were leased, and which could not be read."""
+    checkup: Checkup | None = None
+    """The check of nodes under way. It is not journaled, only what came of it."""
+    checkups: int = 0
+    """How many this term has begun."""
+    checked: NodesChecked | None = None
+    """The last check that is over."""
+    norms: dict[Stage, Norm] = field(default_factory=dict)
+    """What the stages of checks take on the nodes of this job."""
     incident: Incident | None = None
     incidents: list[IncidentClosed] = field(default_factory=list)
     incidents_opened: int = 0

@@ -3,10 +3,11 @@
 First every node alone, and those that are slow once more: what is slow twice is slow. Then the tournament.
 
 The rounds of a tournament come from the circle method: one sits still, the others walk around it. In an odd number one
-has a bye in each round, another one each time. Three rounds are enough to tell a node from a link; with up to four nodes
-that is everybody with everybody.
+has a bye in each round, another one each time. Three rounds are enough to tell a node from a link; with up to four
+nodes that is everybody with everybody.
 
-Afterwards, for as long as it helps: slow pairs are played again, and whoever is not cleared is tried with those who are.
+Afterwards, for as long as it helps: slow pairs are played again, and whoever is not cleared is tried with those who
+are.
 """
 
 from __future__ import annotations

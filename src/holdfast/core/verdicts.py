@@ -1,15 +1,15 @@
 """From measurements to verdicts. Pure statistics: hundreds of simulated clusters go through this very code
 (tests/core/test_verdicts.py).
 
-**What is slow.** For each stage the expected time is the median over the nodes (of an even number, the lower of the two in
-the middle, so that of two nodes the faster one counts, and half of the nodes may be bad). A value is slow beyond
+**What is slow.** For each stage the expected time is the median over the nodes (of an even number, the lower of the two
+in the middle, so that of two nodes the faster one counts, and half of the nodes may be bad). A value is slow beyond
 
     expected · (1 + max(floor, DEVIATIONS_MAX · deviation))
 
-where the deviation is the larger of two: how much the nodes differ (the median absolute deviation, 1.4826 times, corrected
-for small numbers) and how much the blocks of one and the same node differ. The floor is 5 %: less is not worth a node. So
-a quiet cluster finds a node that is 6 % slow, and a noisy one accuses nobody. Whoever is slow is measured a second time,
-and the better value counts.
+where the deviation is the larger of two: how much the nodes differ (the median absolute deviation, 1.4826 times,
+corrected for small numbers) and how much the blocks of one and the same node differ. The floor is 5 %: less is not
+worth a node. So a quiet cluster finds a node that is 6 % slow, and a noisy one accuses nobody. Whoever is slow is
+measured a second time, and the better value counts.
 
 Of pairs, the better half is what is normal: one bad node of three spoils two pairs of three.
 
