@@ -32,6 +32,7 @@ from holdfast.core import records as r
 from holdfast.core.conclude import next_deadline
 from holdfast.core.faults import End, Exited, NotStarted, OutOfMemory, Signalled, describe
 from holdfast.core.ladder import Strategy
+from holdfast.core.sentences import sentence
 from holdfast.core.state import Finished, Gathering, Serving
 
 INTEGERS = ("restarts", "workers", "spares", "spare_nodes", "rung_tries_max", "shards", "replicas", "fixed")
@@ -231,6 +232,10 @@ def _told(record: r.Record) -> str:
             return f"{number} {kind}, {spent}: {cause}"
         case r.JobFinished(outcome=outcome, exit_code=code, why=why):
             return f"{outcome.value}, code {code}: {why}"
+        case r.NodesChecked() | r.NodeSuspected() | r.NodeReadmitted() | r.CheckupBegan() | r.RoundBegan():
+            return sentence(record)
+        case r.RoundReported() | r.CheckupDropped():
+            return sentence(record)
         case r.LinkLost(node_id=node_id) | r.LinkRestored(node_id=node_id):
             return node_id
         case r.StoreReady(node_id=node_id, port=port):
@@ -252,7 +257,9 @@ def _order(addressed: o.Addressed) -> str:
         case o.Hold(why=why) as hold:
             release = f", release for view {hold.release}" if hold.release else ""
             spares = f", spares {hold.spares}" if hold.spares else ""
-            what = f"hold{release}{spares}: {why}"
+            check = f", {hold.check.kind} in round {hold.check.round}" if hold.check else ""
+            partner = f" with {hold.check.partner}" if hold.check and hold.check.partner else ""
+            what = f"hold{release}{spares}{check}{partner}: {why}"
         case o.Exit(exit_code=code):
             what = f"exit {code}"
         case o.Refuse(retry_after_s=retry_after_s, rejoin=rejoin):

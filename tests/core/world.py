@@ -24,6 +24,7 @@ from holdfast.core import records as r
 from holdfast.core.conclude import next_deadline
 from holdfast.core.evolve import evolve
 from holdfast.core.faults import End, Exited, Failure
+from holdfast.core.health import CheckResult
 from holdfast.core.invariants import check_all
 from holdfast.core.ladder import FailoverStrategy
 from holdfast.core.settings import Settings
@@ -286,6 +287,16 @@ class World:
 
     def parked(self, node_id: str, parked: int, *, life: str = "") -> e.SparesChanged:
         return e.SparesChanged(node_id=node_id, incarnation=life or self.life(node_id), parked=parked)
+
+    def examined(self, node_id: str, result: CheckResult, *, life: str = "") -> e.NodeExamined:
+        """What came of the task that the node was last told."""
+        life = life or self.life(node_id)
+        order = self.told[life]
+        assert isinstance(order, o.Hold) and order.check is not None, f"{node_id} has no task"
+        task = order.check
+        return e.NodeExamined(
+            node_id=node_id, incarnation=life, checkup=task.checkup, round=task.round, result=result
+        )
 
     def _rank(self, node_id: str, local_rank: int) -> int:
         member = self.job.members.get(node_id)

@@ -222,10 +222,12 @@ class Master:
         phase, now = self._job.phase, self._clock()
         if not isinstance(phase, Gathering) or now < self._progress_at:
             return
-        here, settings = sum(n.eligible for n in self._job.nodes.values()), self._job.settings
+        self._progress_at = now + PROGRESS_LINE_S
+        if self._job.checkup:
+            return
+        here, settings = sum(n.is_here for n in self._job.nodes.values()), self._job.settings
         left_s = phase.deadline - now
         log.info(f"waiting for nodes: {here} of at least {settings.nodes_min} are here, {left_s:.0f} s left")
-        self._progress_at = now + PROGRESS_LINE_S
 
     def _silences(self) -> list[e.NodeSilent]:
         now = self._clock()
