@@ -36,9 +36,9 @@ class Clinic(World):
         found = []
         for node_id in self.lives:
             order = self.told.get(self.life(node_id))
-            if isinstance(order, o.Hold) and order.check and node_id not in self.mute:
-                if (self.life(node_id), order.check.checkup, order.check.round) not in self.answered:
-                    found.append((node_id, order.check))
+            task = order.check if isinstance(order, o.Hold) and node_id not in self.mute else None
+            if task and (self.life(node_id), task.checkup, task.round) not in self.answered:
+                found.append((node_id, task))
         return found
 
     def play(self) -> list[r.Record]:
@@ -129,7 +129,8 @@ def test_a_job_that_lacks_nodes_says_which_failed_their_check() -> None:
     world.wrong = {"b"}
     world.come("a", "b")
     world.wait(world.settings.join_timeout_s)
-    assert world.finished and "failed their check: b (matmul check: device 0: the product is wrong)" in world.finished.why
+    assert world.finished
+    assert "failed their check: b (matmul check: device 0: the product is wrong)" in world.finished.why
 
 
 def test_a_slow_node_takes_part_unless_stragglers_are_to_be_left_out() -> None:
@@ -179,10 +180,13 @@ def test_one_that_joins_later_is_checked_with_the_help_of_those_that_stand_by() 
     world.come("c")
     assert world.health()["c"] is Fit and world.view_number == 1, "the others train on"
     assert "pair" not in kinds(task for task in world.tasks if task[0] == "c"), "there was nobody to try it with"
-    world.times["d"] = 2.0
+    world.links = {frozenset("cd"): 2.0}
     world.come("d")
-    assert world.health()["d"] is Slow, "slower than those that were checked before"
-    assert [t.partner for n, t in world.tasks if n == "d" and t.kind == "pair"] == ["c"] * 3
+    assert [t.partner for n, t in world.tasks if n == "d" and t.kind == "pair"] == ["c"] * 3, "slow: tried again"
+    assert [(link.first, link.second) for link in world.checked()[-1].links] == [("c", "d")]
+    world.times["e"] = 2.0
+    world.come("e")
+    assert world.health()["e"] is Slow, "slower than those that were checked before"
 
 
 def test_one_that_joins_a_running_job_takes_part_only_after_its_check() -> None:

@@ -16,11 +16,11 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from holdfast.core.verdicts import ACCUSERS_MIN, Evidence, Pair, problems_of, slow_alone, slowness
+from holdfast.core.health import Stage
+from holdfast.core.verdicts import ACCUSERS_MIN, Evidence, Pair, is_doubtful, norms, problems_of, slow_alone, slowness
 
 ROUNDS = 3
-TRIES_MAX = 3
-"""Of a node or a pair that was slow."""
+COMPUTING: tuple[Stage, ...] = ("matmul", "bandwidth")
 
 
 class Round(msgspec.Struct, frozen=True):
@@ -38,10 +38,13 @@ def next_round(evidence: Evidence, machines: dict[str, str], partners: Sequence[
     if fresh or (asleep := [node_id for node_id in partners if node_id not in evidence.alone]):
         return Round(alone=apart(fresh, machines)) if fresh else Round(ready=tuple(asleep))
     slow = set(slow_alone(evidence)) & set(evidence.lives)
-    again = [n for n in slow if len(evidence.alone[n]) < TRIES_MAX and not problems_of(evidence.alone[n])]
+    known = norms(evidence)
+    again = [n for n in slow if is_doubtful(evidence.alone[n], known) and not problems_of(evidence.alone[n])]
     if again:
         return Round(alone=apart(sorted(again), machines))
-    players = [n for n in (*evidence.lives, *partners) if not problems_of(evidence.alone[n])]
+    # Who computes slowly would be slow with everybody: that is known, and nobody is to suffer from it.
+    out = set(slow_alone(evidence, COMPUTING))
+    players = [n for n in (*evidence.lives, *partners) if not problems_of(evidence.alone[n]) and n not in out]
     pairs = disjoint(wanted(evidence, players), machines) if len(players) > 1 else []
     return Round(pairs=tuple(pairs)) if pairs else None
 
@@ -74,8 +77,9 @@ def wanted(evidence: Evidence, players: Sequence[str]) -> list[Pair]:
     planned = [pair for of_round in rounds(players) for pair in of_round if pair not in evidence.pairs]
     if planned:
         return planned
-    found = slowness(evidence)
-    again = [pair for pair in sorted(found.slow) if len(evidence.pairs[pair]) < TRIES_MAX and set(pair) <= set(players)]
+    known, here = norms(evidence), set(players)
+    slow = sorted(slowness(evidence).slow)
+    again = [pair for pair in slow if is_doubtful(evidence.pairs[pair], known) and set(pair) <= here]
     return again or list(_duels(evidence, players))
 
 

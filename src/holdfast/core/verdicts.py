@@ -9,7 +9,7 @@ in the middle, so that of two nodes the faster one counts, and half of the nodes
 where the deviation is the larger of two: how much the nodes differ (the median absolute deviation, 1.4826 times,
 corrected for small numbers) and how much the blocks of one and the same node differ. The floor is 5 %: less is not
 worth a node. So a quiet cluster finds a node that is 6 % slow, and a noisy one accuses nobody. Whoever is slow is
-measured a second time, and the better value counts.
+measured again, unless it is beyond doubt, and the best value counts.
 
 Of pairs, the better half is what is normal: one bad node of three spoils two pairs of three.
 
@@ -53,6 +53,12 @@ HALF_TO_WHOLE: Mapping[Stage, float] = dict.fromkeys(PAIRED, 2.0)
 COMPARED_MIN = 3
 """Values from which a norm is taken rather than from an earlier one, if there is one."""
 ACCUSERS_MIN = 2
+TRIES_MAX = 3
+"""Of a node or a pair that was slow."""
+TRIES_OF_FAILURES_MAX = 2
+"""Of a pair that did not come through: each may take as long as it may take."""
+BEYOND_DOUBT_S = 1.0
+"""A piece of work of milliseconds that takes this long was not disturbed by chance, and to repeat it takes long."""
 
 Pair = tuple[str, str]
 """Two node ids, the lower one first."""
@@ -94,9 +100,9 @@ def norm_of(stage: Stage, timings: Sequence[Timing], before: Norm | None = None)
     """What is to be expected; None if nothing was measured."""
     if not timings:
         return None
+    noise = lower_median(timing.spread for timing in timings)
     if stage in PAIRED:
         timings = sorted(timings, key=lambda timing: timing.best_s)[: (len(timings) + 1) // 2]
-    noise = lower_median(timing.spread for timing in timings)
     if before and len(timings) < COMPARED_MIN:
         floor = max(FLOOR_BY_HISTORY, FLOORS.get(stage, FLOOR))
         expected, deviation = before.expected_s, max(before.deviation, noise)
@@ -161,11 +167,21 @@ def measured(tries: Sequence[CheckResult], norms: Mapping[Stage, Norm], partner:
     return list(worst.values())
 
 
-def slow_alone(evidence: Evidence) -> list[str]:
+def slow_alone(evidence: Evidence, stages: Sequence[Stage] = ALONE) -> list[str]:
     """Nodes that are slow in a stage of their own."""
     known = norms(evidence)
     tried = evidence.alone.items()
-    return [node_id for node_id, tries in tried if any(m.is_slow for m in measured(tries, known))]
+    return [n for n, tries in tried if any(m.is_slow and m.stage in stages for m in measured(tries, known))]
+
+
+def is_doubtful(tries: Sequence[CheckResult], known: Mapping[Stage, Norm]) -> bool:
+    """Whether to measure once more what was slow: it may have been disturbed, or failed by chance."""
+    if len(tries) >= TRIES_MAX:
+        return False
+    values = measured([result for result in tries if not result.problems], known)
+    if not values:
+        return len(tries) < TRIES_OF_FAILURES_MAX
+    return all(value.value_s <= max(value.limit_s, BEYOND_DOUBT_S) for value in values)
 
 
 def problems_of(tries: Sequence[CheckResult]) -> tuple[Problem, ...]:
