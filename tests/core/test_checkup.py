@@ -16,6 +16,7 @@ from holdfast.core.health import ALONE, PAIRED, CheckResult, CheckTask, Problem,
 from holdfast.core.state import Awaited, Fit, LeftOut, Slow, Unfit
 
 WRONG = (Problem("matmul", "wrong-result", "the product is wrong", 0),)
+PIECE_S = 0.01
 SEGFAULT = Signalled(11, "SIGSEGV")
 
 
@@ -57,10 +58,10 @@ class Clinic(World):
             if link == float("inf"):
                 return CheckResult(problems=(Problem("all-reduce", "check-failed", "no route"),))
             times = max(self.times.get(node_id, 1.0), self.times.get(task.partner, 1.0)) * link
-            return CheckResult(timings=tuple(Timing(stage, times, 0.001) for stage in PAIRED))
+            return CheckResult(timings=tuple(Timing(stage, times * PIECE_S, 0.001) for stage in PAIRED))
         if task.kind == "ready":
             return CheckResult(store_port=29_900)
-        timings = tuple(Timing(stage, self.times.get(node_id, 1.0), 0.001) for stage in ALONE)
+        timings = tuple(Timing(stage, self.times.get(node_id, 1.0) * PIECE_S, 0.001) for stage in ALONE)
         return CheckResult(timings=timings, problems=WRONG if node_id in self.wrong else (), store_port=29_900)
 
     def come(self, *node_ids: str, **info: Any) -> list[r.Record]:
