@@ -89,6 +89,7 @@ class Examination:
         self._wanted: CheckTask | None = None
         self._process: Process | None = None
         self._working: asyncio.Task[None] | None = None
+        self._killed: list[Child] = []
 
     def want(self, task: CheckTask | None) -> None:
         """Do this and nothing else."""
@@ -111,6 +112,7 @@ class Examination:
         self.want(None)
         if working is not None:
             await asyncio.gather(working, return_exceptions=True)
+        await asyncio.gather(*(child.wait() for child in self._killed))
 
     async def _work(self, task: CheckTask) -> None:
         try:
@@ -168,6 +170,7 @@ class Examination:
     def _end(self) -> None:
         if self._process is not None:
             self._process.end()
+            self._killed = [child for child in (*self._killed, self._process.child) if not child.ended]
             self._process = None
 
 

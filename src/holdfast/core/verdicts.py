@@ -100,7 +100,7 @@ def norm_of(stage: Stage, timings: Sequence[Timing], before: Norm | None = None)
     """What is to be expected; None if nothing was measured."""
     if not timings:
         return None
-    noise = lower_median(timing.spread for timing in timings)
+    noise = sorted(timing.spread for timing in timings)[len(timings) // 2]  # of two the larger: when in doubt, doubt
     if stage in PAIRED:
         timings = sorted(timings, key=lambda timing: timing.best_s)[: (len(timings) + 1) // 2]
     if before and len(timings) < COMPARED_MIN:
