@@ -34,18 +34,19 @@ class Round(msgspec.Struct, frozen=True):
 
 def next_round(evidence: Evidence, machines: dict[str, str], partners: Sequence[str] = ()) -> Round | None:
     """The next one, or None when all is known that can be. `partners`: nodes known to be well, for the pairs only."""
-    fresh = [node_id for node_id in evidence.lives if node_id not in evidence.alone]
-    if fresh or (asleep := [node_id for node_id in partners if node_id not in evidence.alone]):
-        return Round(alone=apart(fresh, machines)) if fresh else Round(ready=tuple(asleep))
-    slow = set(slow_alone(evidence)) & set(evidence.lives)
-    known = norms(evidence)
+    if fresh := [node_id for node_id in evidence.lives if node_id not in evidence.alone]:
+        return Round(alone=apart(fresh, machines))
+    known, slow = norms(evidence), set(slow_alone(evidence)) & set(evidence.lives)
     again = [n for n in slow if is_doubtful(evidence.alone[n], known) and not problems_of(evidence.alone[n])]
     if again:
         return Round(alone=apart(sorted(again), machines))
     # Who computes slowly would be slow with everybody: that is known, and nobody is to suffer from it.
     out = set(slow_alone(evidence, COMPUTING))
-    players = [n for n in (*evidence.lives, *partners) if not problems_of(evidence.alone[n]) and n not in out]
-    pairs = disjoint(wanted(evidence, players), machines) if len(players) > 1 else []
+    players = [n for n in evidence.lives if not problems_of(evidence.alone[n]) and n not in out]
+    if players and (asleep := [n for n in partners if n not in evidence.alone]):
+        return Round(ready=tuple(asleep))
+    helpers = [n for n in partners if players and not problems_of(evidence.alone[n])]
+    pairs = disjoint(wanted(evidence, [*players, *helpers]), machines)
     return Round(pairs=tuple(pairs)) if pairs else None
 
 
@@ -63,6 +64,8 @@ def pair_of(one: str, other: str) -> Pair:
 def rounds(players: Sequence[str], count: int = ROUNDS) -> Iterator[list[Pair]]:
     """The pairs of each round: no player twice in one, no pair in two."""
     circle: list[str | None] = [*players]
+    if len(players) < 2:
+        return
     if len(circle) % 2:
         circle.append(None)
     for _ in range(min(count + len(players) % 2, len(circle) - 1)):  # a bye costs its player a round
