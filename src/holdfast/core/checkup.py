@@ -23,14 +23,23 @@ that are repaired while they run are not held up for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import assert_never
 
 import msgspec
 
 from holdfast.core import events as e
 from holdfast.core import records as r
+from holdfast.core.check_rounds import (
+    Checkup,
+    Played,
+    evidence_of,
+    is_busy,
+    is_unheard,
+    lives_of,
+    partners_of,
+    takes_part,
+    tasks_of,
+)
 from holdfast.core.faults import Exited, Failure, Signalled, describe, is_collateral
 from holdfast.core.health import (
     RESULT_ENTRIES_MAX,
@@ -40,11 +49,10 @@ from holdfast.core.health import (
     LinkVerdict,
     NodeVerdict,
     Problem,
-    Timing,
 )
 from holdfast.core.state import Awaited, Fit, Gathering, Health, Job, LeftOut, Node, Serving, Slow, Unchecked, Unfit
-from holdfast.core.tournament import Round, next_round, pair_of
-from holdfast.core.verdicts import Evidence, best_timings, judge, norms
+from holdfast.core.tournament import next_round
+from holdfast.core.verdicts import Evidence, judge, norms
 
 ALONE_TIMEOUT_S = 60.0
 """A node that is alive answers in two seconds; one that is twenty times as slow, in this."""
@@ -55,27 +63,6 @@ PLAYERS_WANTED = 3
 EXIT_UNFIT = 8
 SUSPICIOUS_SIGNALS = frozenset({"SIGBUS", "SIGSEGV", "SIGILL", "SIGFPE", "SIGABRT"})
 SUSPICIOUS_CODES = frozenset({14, 128, 134, 139, 201, 202})
-
-
-@dataclass
-class Played:
-    """One round."""
-
-    tasks: dict[str, CheckTask]
-    deadline: float
-    results: dict[str, CheckResult] = field(default_factory=dict)
-
-
-@dataclass
-class Checkup:
-    """A check under way."""
-
-    name: str
-    why: str
-    began_at: float
-    lives: dict[str, str]
-    partners: tuple[str, ...]
-    rounds: list[Played] = field(default_factory=list)
 
 
 # --- the questions of others
@@ -89,7 +76,7 @@ def health_of_newcomer(job: Job) -> Health:
 def task_of(job: Job, node: Node) -> CheckTask | None:
     """Its newest in the check under way: between two of its rounds it waits with its store open."""
     current = job.checkup
-    if current is None or not _takes_part(job, current, node.node_id):
+    if current is None or not takes_part(job, current, node.node_id):
         return None
     tasks = (played.tasks[node.node_id] for played in reversed(current.rounds) if node.node_id in played.tasks)
     return next(tasks, None)
@@ -172,18 +159,18 @@ def conclude(job: Job, now: float) -> r.Record | None:
     current = job.checkup
     if current is None:
         return _readmit(job, now) or _begin(job, now)
-    if not _lives(job, current):
+    if not lives_of(job, current):
         return r.CheckupDropped(at=now, checkup=current.name, why="none of the nodes is there any more")
-    if _unheard(job, current) and now < current.rounds[-1].deadline:
+    if is_unheard(job, current) and now < current.rounds[-1].deadline:
         return None
-    evidence = _evidence(job, current)
+    evidence = evidence_of(job, current)
     machines = {node_id: node.info.machine_id for node_id, node in job.nodes.items()}
-    step = next_round(evidence, machines, _partners(job, current))
+    step = next_round(evidence, machines, partners_of(job, current))
     if step is None:
         return _verdicts(job, current, evidence, now)
     timeout_s = PAIR_TIMEOUT_S if step.pairs else ALONE_TIMEOUT_S
     number = len(current.rounds)
-    tasks = dict(_tasks(job, current, step, number))
+    tasks = dict(tasks_of(job, current, step, number))
     return r.RoundBegan(at=now, checkup=current.name, round=number, deadline=now + timeout_s, tasks=tasks)
 
 
@@ -243,12 +230,7 @@ def _idle(job: Job) -> list[Node]:
     here = [node for node in job.nodes.values() if node.is_here]
     if not isinstance(job.phase, Serving):
         return here
-    return [node for node in here if not _is_member(job, node)]
-
-
-def _is_member(job: Job, node: Node) -> bool:
-    member = job.members.get(node.node_id)
-    return member is not None and member.incarnation == node.incarnation
+    return [node for node in here if not is_busy(job, node)]
 
 
 def _due_at(job: Job, node: Node) -> float | None:
@@ -269,89 +251,6 @@ def _reason(job: Job, node: Node) -> str:
     if job.view is None:
         return "before the job"
     return "it joined" if isinstance(node.health, Awaited) else "standing by"
-
-
-# --- a check under way
-
-
-def _takes_part(job: Job, current: Checkup, node_id: str) -> bool:
-    node = job.nodes.get(node_id)
-    life = current.lives.get(node_id, node.incarnation if node and node_id in current.partners else "")
-    if node is None or not node.is_here or node.incarnation != life:
-        return False
-    return not (isinstance(job.phase, Serving) and _is_member(job, node))
-
-
-def _lives(job: Job, current: Checkup) -> dict[str, str]:
-    return {node_id: life for node_id, life in current.lives.items() if _takes_part(job, current, node_id)}
-
-
-def _partners(job: Job, current: Checkup) -> tuple[str, ...]:
-    return tuple(node_id for node_id in current.partners if _takes_part(job, current, node_id))
-
-
-def _unheard(job: Job, current: Checkup) -> bool:
-    if not current.rounds:
-        return False
-    last = current.rounds[-1]
-    return any(n not in last.results and _takes_part(job, current, n) for n in last.tasks)
-
-
-def _evidence(job: Job, current: Checkup) -> Evidence:
-    """What is known. Who did not answer in time failed; who is gone says nothing."""
-    evidence = Evidence(lives=_lives(job, current), alone={}, pairs={}, before=dict(job.norms))
-    for played in current.rounds:
-        for node_id, task in played.tasks.items():
-            if not _takes_part(job, current, node_id):
-                continue
-            result = played.results.get(node_id) or _no_answer(played, task)
-            if task.kind != "pair":
-                evidence.alone.setdefault(node_id, []).append(result)
-            elif task.rank == 0 and _takes_part(job, current, task.partner):
-                other = played.results.get(task.partner) or _no_answer(played, played.tasks[task.partner])
-                evidence.pairs.setdefault(pair_of(node_id, task.partner), []).append(_both(result, other))
-    return evidence
-
-
-def _no_answer(played: Played, task: CheckTask) -> CheckResult:
-    return CheckResult(problems=(Problem("examination", "no-answer", f"no answer in round {task.round}"),))
-
-
-def _both(one: CheckResult, other: CheckResult) -> CheckResult:
-    """What two say of their collectives: the slower counts."""
-    slower: dict[tuple[str, int], Timing] = {}
-    for timing in (*best_timings([one]), *best_timings([other])):
-        key = (timing.stage, timing.device)
-        if key not in slower or timing.best_s > slower[key].best_s:
-            slower[key] = timing
-    return CheckResult(timings=tuple(slower.values()), problems=(*one.problems, *other.problems))
-
-
-def _tasks(job: Job, current: Checkup, step: Round, number: int) -> Iterator[tuple[str, CheckTask]]:
-    for node_id in step.alone:
-        yield node_id, CheckTask(checkup=current.name, round=number, kind="alone")
-    for node_id in step.ready:
-        yield node_id, CheckTask(checkup=current.name, round=number, kind="ready")
-    for pair in step.pairs:
-        host, port = job.nodes[pair[0]].info.address, _store_port(current, pair[0])
-        for rank, node_id in enumerate(pair):
-            yield (
-                node_id,
-                CheckTask(
-                    checkup=current.name,
-                    round=number,
-                    kind="pair",
-                    partner=pair[1 - rank],
-                    rank=rank,
-                    store_host=host,
-                    store_port=port,
-                ),
-            )
-
-
-def _store_port(current: Checkup, node_id: str) -> int:
-    told = (played.results[node_id].store_port for played in reversed(current.rounds) if node_id in played.results)
-    return next((port for port in told if port), 0)
 
 
 # --- verdicts

@@ -19,7 +19,7 @@ from holdfast.core.settings import Settings
 from holdfast.core.views import Member, View
 
 if TYPE_CHECKING:
-    from holdfast.core.checkup import Checkup
+    from holdfast.core.check_rounds import Checkup
 
 GONE_NODES_MAX = 1_000
 """Ended lives that are remembered, for the guard of their ids and for `holdfast status`."""
