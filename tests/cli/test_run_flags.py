@@ -84,6 +84,7 @@ SAMPLES = {
     "cordon_limit": "5",
     "machine": "rack3-gpu17",
     "straggler_action": "swap",
+    "accelerator": "cuda",
 }
 
 
@@ -315,6 +316,10 @@ def test_defaults() -> None:
         guard_window_s=30.0,
         restart_grace_s=5.0,
         monitor_interval_s=0.1,
+        node_check=False,
+        network_check=False,
+        exclude_straggler=False,
+        accelerator=None,
         token_file=None,
         tls_cert=None,
         tls_key=None,
@@ -603,3 +608,13 @@ def test_reading_flags_imports_little() -> None:
     code = "import sys, holdfast.cli.run_flags; print(*{name.split('.')[0] for name in sys.modules})"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert {"torch", "grpc", "structlog", "typer", "rich", "numpy", "asyncio"}.isdisjoint(found)
+
+
+def test_either_name_of_the_check_asks_for_it() -> None:
+    assert parsed("--node-check").node_check and parsed("--network-check").node_check
+    assert parsed("", HOLDFAST_NETWORK_CHECK="1").node_check
+    assert parsed("--node-check --exclude-straggler").exclude_straggler
+
+
+def test_stragglers_cannot_be_left_out_without_a_check() -> None:
+    assert "add --node-check" in refusal("--exclude-straggler")

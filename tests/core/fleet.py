@@ -31,9 +31,10 @@ from holdfast.core.copies import Holder, Layout, lack
 from holdfast.core.decide import decide
 from holdfast.core.fault_table import typed
 from holdfast.core.faults import Exited, NotStarted
+from holdfast.core.health import ALONE, PAIRED, CheckResult, CheckTask, Problem, Timing
 from holdfast.core.ladder import Strategy
 from holdfast.core.reputation import Repute
-from holdfast.core.state import Gathering
+from holdfast.core.state import Awaited, Gathering
 
 GOOD = Repute()
 ROUNDS_MAX = 300
@@ -69,6 +70,8 @@ class Agent:
     committed: int = 0
     """The last view its workers came into, and committed a step in."""
     parked: int = 0
+    examined: set[tuple[str, int]] = field(default_factory=set)
+    """Rounds of checks that it has been through."""
     wanted: int = 0
     """Spares that it has, and was told to keep."""
     repute: Repute = Repute()
@@ -89,6 +92,9 @@ class Fleet:
         self.unnoticed: list[Agent] = []
         """Dead behind a cut: the master has yet to miss them."""
         self.mail: list[tuple[Agent, e.Event]] = []
+        self.wrong: set[str] = set()
+        """Nodes that get a wrong result when they are checked."""
+        self.slow: set[str] = set()
         self.said = 0
 
     def route(self) -> None:
@@ -284,6 +290,31 @@ class Fleet:
         agent.leaving = agent.leaving or order.leaving
         self._park(agent, min(parked, order.spares))
         self._offer(agent)
+        if order.check:
+            self._examine(agent, order.check)
+
+    def _examine(self, agent: Agent, task: CheckTask) -> None:
+        if (task.checkup, task.round) in agent.examined:
+            return
+        agent.examined.add((task.checkup, task.round))
+        stages = PAIRED if task.kind == "pair" else ALONE if task.kind == "alone" else ()
+        is_wrong = task.kind == "alone" and agent.node_id in self.wrong
+        times = 3.0 if {agent.node_id, task.partner} & self.slow else 1.0
+        result = CheckResult(
+            timings=tuple(Timing(stage, times, 0.001) for stage in stages),
+            problems=(Problem("matmul", "wrong-result", "the product is wrong"),) if is_wrong else (),
+            store_port=29_900,
+        )
+        self._report(
+            agent,
+            e.NodeExamined(
+                node_id=agent.node_id,
+                incarnation=agent.life,
+                checkup=task.checkup,
+                round=task.round,
+                result=result,
+            ),
+        )
 
     # --- workers that speak to Holdfast
 
@@ -421,7 +452,10 @@ class Fleet:
         """Gathering, and nothing but its time-out to come."""
         job = self.world.job
         unsure = any(node.doubtful for node in job.nodes.values())
-        few = sum(node.eligible for node in job.nodes.values()) < job.settings.nodes_min
+        if job.checkup:
+            return False
+        able = [n for n in job.nodes.values() if n.eligible or (n.is_here and isinstance(n.health, Awaited))]
+        few = len(able) < job.settings.nodes_min
         return isinstance(job.phase, Gathering) and few and not unsure
 
     def _bustle(self) -> bool:

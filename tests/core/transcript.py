@@ -31,10 +31,13 @@ from holdfast.core import orders as o
 from holdfast.core import records as r
 from holdfast.core.conclude import next_deadline
 from holdfast.core.faults import End, Exited, NotStarted, OutOfMemory, Signalled, describe
+from holdfast.core.health import ALONE, PAIRED, CheckResult, Problem, Timing
 from holdfast.core.ladder import Strategy
+from holdfast.core.sentences import sentence
 from holdfast.core.state import Finished, Gathering, Serving
 
 INTEGERS = ("restarts", "workers", "spares", "spare_nodes", "rung_tries_max", "shards", "replicas", "fixed")
+SWITCHES = ("node_check", "exclude_straggler", "check_only")
 SIGNALS = {9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
 
 
@@ -109,9 +112,10 @@ def _world(words: list[str]) -> World:
         replicas=integers.pop("replicas", 0),
         resizable=not integers.pop("fixed", 0),
     )
+    switches = {key: options.pop(key) == "yes" for key in SWITCHES if key in options}
     seconds = {key: float(value) for key, value in options.items()}
     nodes = (int(nodes_min), int(nodes_max or nodes_min))
-    return World(nodes=nodes, session=session, **integers, **recovery, **seconds)
+    return World(nodes=nodes, session=session, **integers, **recovery, **switches, **seconds)
 
 
 def _options(words: list[str]) -> dict[str, str]:
@@ -146,10 +150,22 @@ def _event(world: World, words: list[str]) -> e.Event:
         "parked": lambda: world.parked(node_id, number or 0),
         "stalled": lambda: world.stalled(node_id, *numbers),
         "stumbled": lambda: world.stumbled(node_id, number or 0, error=options.get("error", "")),
+        "examined": lambda: world.examined(node_id, _result(world, node_id, options, bare)),
         "drain": lambda: e.DrainAsked(node_id=node_id, why="asked to"),
         "resize": lambda: e.ResizeAsked(nodes=int(node_id), why="asked to"),
     }
     return makers[kind]()
+
+
+def _result(world: World, node_id: str, options: dict[str, str], bare: list[str]) -> CheckResult:
+    """Of the task it was told: every stage takes 10 ms, or as many times that as `slow=` says."""
+    order = world.told[world.life(node_id)]
+    assert isinstance(order, o.Hold) and order.check
+    stages = PAIRED if order.check.kind == "pair" else ALONE if order.check.kind == "alone" else ()
+    took_s = 0.01 * float(options.get("slow", "1"))
+    wrong = (Problem("matmul", "wrong-result", "the product is wrong", 0),) if "wrong" in bare else ()
+    timings = tuple(Timing(stage, took_s, 0.001) for stage in stages)
+    return CheckResult(timings=timings, problems=wrong, store_port=29_900)
 
 
 def _hello(world: World, node_id: str, options: dict[str, str]) -> e.Hello:
@@ -231,6 +247,10 @@ def _told(record: r.Record) -> str:
             return f"{number} {kind}, {spent}: {cause}"
         case r.JobFinished(outcome=outcome, exit_code=code, why=why):
             return f"{outcome.value}, code {code}: {why}"
+        case r.NodesChecked() | r.NodeSuspected() | r.NodeReadmitted() | r.CheckupBegan() | r.RoundBegan():
+            return sentence(record)
+        case r.RoundReported() | r.CheckupDropped():
+            return sentence(record)
         case r.LinkLost(node_id=node_id) | r.LinkRestored(node_id=node_id):
             return node_id
         case r.StoreReady(node_id=node_id, port=port):
@@ -252,7 +272,9 @@ def _order(addressed: o.Addressed) -> str:
         case o.Hold(why=why) as hold:
             release = f", release for view {hold.release}" if hold.release else ""
             spares = f", spares {hold.spares}" if hold.spares else ""
-            what = f"hold{release}{spares}: {why}"
+            check = f", {hold.check.kind} in round {hold.check.round}" if hold.check else ""
+            partner = f" with {hold.check.partner}" if hold.check and hold.check.partner else ""
+            what = f"hold{release}{spares}{check}{partner}: {why}"
         case o.Exit(exit_code=code):
             what = f"exit {code}"
         case o.Refuse(retry_after_s=retry_after_s, rejoin=rejoin):

@@ -24,6 +24,7 @@ from holdfast.core import records as r
 from holdfast.core.conclude import next_deadline
 from holdfast.core.evolve import evolve
 from holdfast.core.faults import End, Exited, Failure
+from holdfast.core.health import CheckResult
 from holdfast.core.invariants import check_all
 from holdfast.core.kept import KeptImage
 from holdfast.core.ladder import FailoverStrategy
@@ -35,7 +36,7 @@ START = 100.0
 EXITED = Exited(1)
 SOFT_FIELDS = {"link", "store_port", "parked", "parked_at"}
 """What a node's records of connections say; a journal does not hold it."""
-SOFT_JOB_FIELDS = {"images", "paces", "pace_norm", "slow"}
+SOFT_JOB_FIELDS = {"checkup", "checkups", "images", "paces", "pace_norm", "slow"}
 """How fast workers are: known again a few seconds after a restart of the master."""
 
 _encode = msgspec.json.Encoder().encode
@@ -293,6 +294,16 @@ class World:
     def parked(self, node_id: str, parked: int, *, life: str = "") -> e.SparesChanged:
         return e.SparesChanged(node_id=node_id, incarnation=life or self.life(node_id), parked=parked)
 
+    def examined(self, node_id: str, result: CheckResult, *, life: str = "") -> e.NodeExamined:
+        """What came of the task that the node was last told."""
+        life = life or self.life(node_id)
+        order = self.told[life]
+        assert isinstance(order, o.Hold) and order.check is not None, f"{node_id} has no task"
+        task = order.check
+        return e.NodeExamined(
+            node_id=node_id, incarnation=life, checkup=task.checkup, round=task.round, result=result
+        )
+
     def _rank(self, node_id: str, local_rank: int) -> int:
         member = self.job.members.get(node_id)
         return (member.first_rank if member else 0) + local_rank
@@ -392,7 +403,7 @@ class World:
 
 def durable(job: Job) -> dict[str, Any]:
     """All that a journal must be able to rebuild."""
-    told = {f.name: getattr(job, f.name) for f in fields(job) if f.name not in ("nodes", *SOFT_JOB_FIELDS)}
+    told = {f.name: getattr(job, f.name) for f in fields(job) if f.name not in {"nodes", *SOFT_JOB_FIELDS}}
     return told | {"nodes": {node_id: _durable_node(node) for node_id, node in job.nodes.items()}}
 
 

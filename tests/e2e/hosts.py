@@ -52,11 +52,15 @@ class Rule:
     sender: Host
     receiver: Host
     target: Literal["DROP", "REJECT"]
+    share: float = 1.0
+    """Of the packets, at random."""
 
     def words(self) -> list[str]:
         words = ["INPUT", "-i", LINK, "-s", f"{self.sender.address}/32"]
         if self.target == "REJECT":
             return [*words, "-p", "tcp", "-j", "REJECT", "--reject-with", "tcp-reset"]
+        if self.share < 1.0:
+            words += ["-m", "statistic", "--mode", "random", "--probability", f"{self.share}"]
         return [*words, "-j", "DROP"]
 
     def packets(self) -> int:
@@ -200,6 +204,11 @@ def hosts(count: int) -> Iterator[Network]:
 def cut_between(sender: Host, receiver: Host) -> Rule:
     """Silently lose what one host sends to the other; the way back stays open. Host.heal() undoes it."""
     return sender.net.add(Rule(sender, receiver, "DROP"))
+
+
+def lose_between(one: Host, other: Host, share: float) -> list[Rule]:
+    """Lose a share of what the two send to each other. Host.heal() undoes it."""
+    return [one.net.add(Rule(sender, receiver, "DROP", share)) for sender, receiver in ((one, other), (other, one))]
 
 
 def reset_between(sender: Host, receiver: Host) -> Rule:

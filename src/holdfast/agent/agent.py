@@ -25,6 +25,7 @@ import structlog
 
 from holdfast.agent.config import AgentConfig
 from holdfast.agent.crew import Crew
+from holdfast.agent.examination import Examination
 from holdfast.agent.hangs import HangWatch
 from holdfast.agent.identity import boot_id, machine_id, new_incarnation, saw_dead
 from holdfast.agent.launcher import Launcher
@@ -37,8 +38,9 @@ from holdfast.agent.reports import Reports
 from holdfast.agent.state_keeper import StateKeeper, find_last_checkpoint
 from holdfast.agent.store_ports import StorePorts
 from holdfast.agent.uplink import Uplink
-from holdfast.core.events import Event, Hello, NodeGone, NodeInfo, NodeLeaving, StoreOffered
+from holdfast.core.events import Event, Hello, NodeExamined, NodeGone, NodeInfo, NodeLeaving, StoreOffered
 from holdfast.core.faults import Failure
+from holdfast.core.health import CheckResult, CheckTask
 from holdfast.core.orders import Exit, Hold, Order, Refuse, Serve
 from holdfast.core.records import Outcome
 from holdfast.errors import AuthenticationError, LaunchError
@@ -128,6 +130,7 @@ class Agent:
             self._close_stores,
             self._state,
         )
+        self._examination = Examination(config, launcher, self._report_check)
         self._lines = LineServer(self._crew)
         self._replication = self._state.replicate()
         self._paces = PaceWatch(lambda: self._crew.seated, self._reports)
@@ -241,6 +244,7 @@ class Agent:
         for task in (*tasks, *self._background):
             task.cancel()
         await asyncio.gather(*tasks, *self._background, return_exceptions=True)
+        await self._examination.close()
         await self._crew.close()
         await self._state.close()
         await self._lines.close()
@@ -269,6 +273,8 @@ class Agent:
                 return result
 
     async def _do(self, order: Order | None) -> Result | None:
+        if not isinstance(order, Hold) or order.check is None:
+            self._examination.want(None)
         match order:
             case Serve():
                 await self._serve(order)
@@ -303,6 +309,8 @@ class Agent:
         self._state.hold()
         await self._crew.hold(order)
         self._reap_orphans()
+        if order.check is not None:  # only now: workers that run would be in its way
+            self._examination.want(order.check)
         if not order.leaving:
             self._beside(self._say_holding(order))
         elif not self._crew.in_session:  # else the crew says when the last of them has left
@@ -337,6 +345,17 @@ class Agent:
 
     def _report(self, event: Event) -> None:
         self._uplink.report(event)
+
+    def _report_check(self, task: CheckTask, result: CheckResult) -> None:
+        self._report(
+            NodeExamined(
+                node_id=self._config.node_id,
+                incarnation=self._incarnation,
+                checkup=task.checkup,
+                round=task.round,
+                result=result,
+            )
+        )
 
     async def _stop_crew(self, grace_s: float, with_signal: int = signal.SIGTERM) -> None:
         await self._crew.stop(grace_s, with_signal)

@@ -1,4 +1,4 @@
-"""The commands other than `run` and `master`, by typer."""
+"""The commands other than `run`, `check` and `master`, by typer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import typer
 from holdfast import __version__
 from holdfast.cli import checkpoints, data, events, explain, logs, nodes, operate, status
 
-EPILOG = "`holdfast run --help` and `holdfast master --help` show the flags of those two."
+EPILOG = "`holdfast run --help`, `holdfast check --help` and `holdfast master --help` show the flags of those."
 
 
 def run_app(arguments: list[str]) -> int:
@@ -29,6 +29,7 @@ def build_app() -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     app.command("run", help="Run a script on this node: torchrun's flags and more.")(_elsewhere)
+    app.command("check", help="Check nodes: their devices, speed, disks and links.")(_elsewhere)
     app.command("master", help="Run a job's master alone.")(_elsewhere)
     for module in (status, events, explain, logs, checkpoints, data, nodes, operate):
         module.register(app)

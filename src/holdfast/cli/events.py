@@ -33,6 +33,7 @@ from holdfast.observe.words import moment, plain
 STYLES = {
     "worker-lost": "red",
     "node-lost": "red",
+    "node-suspected": "yellow",
     "incident-opened": "yellow",
     "incident-decided": "yellow",
     "incident-closed": "green",

@@ -10,4 +10,6 @@ ADDRESS_TAKEN = 6
 """Only of `holdfast master`: its port is in use."""
 DUMPED = 7
 """Ended after a checkpoint of the last committed step; the next start goes on from there."""
+UNFIT = 8
+"""Of `holdfast check`: a node or a link did not pass."""
 SIGNAL_BASE = 128

@@ -22,12 +22,16 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run_command(arguments: list[str]) -> int:
-    if arguments[:1] in (["run"], ["master"]):
+    if arguments[:1] in (["run"], ["check"], ["master"]):
         _import_structlog_without_rich()
     if arguments[:1] == ["run"]:
         from holdfast.cli.run import run
 
         return run(arguments[1:])
+    if arguments[:1] == ["check"]:
+        from holdfast.cli.check import check
+
+        return check(arguments[1:])
     if arguments[:1] == ["master"]:
         from holdfast.cli.master import master
 

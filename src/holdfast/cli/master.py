@@ -17,7 +17,7 @@ from holdfast.cli import exit_codes
 from holdfast.cli.addresses import check_free, is_loopback
 from holdfast.cli.console import set_up_logging
 from holdfast.cli.master_address import remove_address, write_address
-from holdfast.cli.run_flag_values import strategies, whole_number
+from holdfast.cli.run_flag_values import strategies, whole_number, yes_or_no
 from holdfast.cli.secrets import find_token
 from holdfast.core.ladder import LADDER
 from holdfast.core.settings import Settings
@@ -187,6 +187,9 @@ def _settings(options: argparse.Namespace) -> Settings:
         replica_parity=options.replica_parity,
         cordon_limit=options.cordon_limit,
         straggler_action=options.straggler_action,
+        node_check=options.node_check,
+        exclude_straggler=options.exclude_straggler,
+        check_only=options.check_only,
         settle_s=options.settle,
         join_timeout_s=options.join_timeout,
         heartbeat_interval_s=options.heartbeat_interval,
@@ -215,6 +218,8 @@ def _parser() -> argparse.ArgumentParser:
         default = getattr(defaults, name[2:].replace("-", "_"))
         add(name, type=whole_number(0), default=default, help="as given to the agents")
     add("--straggler-action", choices=ACTIONS, default=defaults.straggler_action, help="as given to the agents")
+    for name in ("--node-check", "--exclude-straggler", "--check-only"):
+        add(name, type=yes_or_no, nargs="?", const=True, default=False, help="as given to the agents")
     add("--dynamic-failover-extension", default="", help="as given to the agents")
     add("--settle", type=float, default=defaults.settle_s, help="seconds to wait for nodes beyond the minimum")
     add("--join-timeout", type=float, default=defaults.join_timeout_s, help="seconds to wait for the minimum")

@@ -40,11 +40,11 @@ def run(argv: list[str]) -> int:
     """Parse the flags, run the agent, say how it ended."""
     options = parse_run(argv, os.environ)
     set_up_logging(options.log_format, "agent")
-    _check(options)
-    return asyncio.run(_run(options))
+    check_options(options)
+    return asyncio.run(run_agent(options))
 
 
-def _check(options: RunOptions) -> None:
+def check_options(options: RunOptions) -> None:
     """What cannot work here is refused before anything starts. Those who ask the extension load it themselves."""
     check_checkpoint_dir(options, checkpoint_dir(options, ""))
     fault_table(options)
@@ -52,6 +52,10 @@ def _check(options: RunOptions) -> None:
         from holdfast.failover import load
 
         load(options.dynamic_failover_extension)
+    if options.accelerator:
+        from holdfast.checks.accelerators import registry
+
+        registry.load(options.accelerator)
 
 
 def fault_table(options: RunOptions) -> FaultTable:
@@ -68,7 +72,7 @@ def fault_table(options: RunOptions) -> FaultTable:
     return read_fault_table(text, options.fault_table)
 
 
-async def _run(options: RunOptions) -> int:
+async def run_agent(options: RunOptions) -> int:
     environment = worker_base_environment(options, os.environ)
     from holdfast.agent.launcher import Launcher  # before gRPC: the fork server warms up while the rest is imported
 
@@ -150,6 +154,7 @@ def build_config(options: RunOptions, environment: dict[str, str]) -> AgentConfi
         checkpoint_keep=options.checkpoint_keep,
         failure_domain=options.failure_domain or "",
         hang_timeout_s=options.hang_timeout_s,
+        accelerator=options.accelerator or "",
         failover=options.dynamic_failover_extension or "",
         fault_table=fault_table(options),
         machine=options.machine or socket.gethostname(),
@@ -236,6 +241,9 @@ def _master_plan(options: RunOptions, host: str, port: int, run_id: str) -> Mast
         "--replica-parity": options.replica_parity,
         "--cordon-limit": options.cordon_limit,
         "--straggler-action": options.straggler_action,
+        "--node-check": int(options.node_check),
+        "--exclude-straggler": int(options.exclude_straggler),
+        "--check-only": int(options.check_only),
         "--settle": options.settle_s,
         "--join-timeout": options.join_timeout_s,
         "--heartbeat-interval": options.heartbeat_interval_s,

@@ -52,6 +52,10 @@ def _ours(name: str, help: str, metavar: str, default: Any = None, **more: Any) 
     return Flag(name, help, metavar, default, variable_prefix="HOLDFAST_", **more)
 
 
+def _switch(name: str, help: str) -> Flag:
+    return Flag(name, help, variable_prefix="HOLDFAST_")
+
+
 HELP = Flag("--help", "show this text and exit", short="-h", variable_prefix="")
 
 SIZE = (
@@ -285,6 +289,17 @@ STATE = (
     ),
 )
 
+HEALTH = (
+    _switch("--node-check", "check each node, alone and in pairs, before it takes part; see docs/health.md"),
+    _switch("--network-check", "the same as --node-check"),
+    _switch("--exclude-straggler", "with --node-check: leave slow nodes out as long as the least of --nnodes is there"),
+    _ours(
+        "--accelerator",
+        "kind of processor to check: cpu, cuda, npu, xpu, mps or a plug-in's name; looked for if not given",
+        "NAME",
+    ),
+)
+
 SECURITY = (
     _ours("--token-file", "file with the job's secret; or put the secret into HOLDFAST_TOKEN", "FILE"),
     _ours("--tls-cert", "certificate of this node", "FILE"),
@@ -299,6 +314,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
     "logs": LOGS,
     "recovery": RECOVERY,
     "state": STATE,
+    "health": HEALTH,
     "security": SECURITY,
 }
 FLAGS: tuple[Flag, ...] = tuple(flag for flags in GROUPS.values() for flag in flags)

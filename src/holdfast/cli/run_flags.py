@@ -108,6 +108,13 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_every: tuple[int, float] | None  # steps or seconds, the other is 0; None: not said
     checkpoint_keep: str  # a policy, known to be a good one
 
+    # Health.
+    node_check: bool  # nodes are checked before they take part; also by --network-check
+    network_check: bool
+    exclude_straggler: bool  # slow ones are left out while the minimum holds
+    accelerator: str | None  # name of a plug-in; None: found out on each node
+    check_only: bool = False  # `holdfast check`: there is no script
+
     # Security. Paths, ~ already replaced.
     token_file: str | None  # None: HOLDFAST_TOKEN, or no token at all on loopback
     tls_cert: str | None  # given together with `tls_key`, or both None
@@ -180,6 +187,7 @@ def _read(namespace: Namespace, environ: Mapping[str, str]) -> dict[str, Any]:
         "machine": read("machine", values.node_name) if namespace.machine else None,
         "rdzv_backend": read("rdzv_backend", values.backend),
         "rdzv_endpoint": namespace.rdzv_endpoint.strip(),
+        "node_check": namespace.node_check or namespace.network_check,
         "rdzv_conf": conf,
         "start_method": "spawn" if namespace.start_method == "spawn" else "forkserver",
         "preload": read("preload", values.module_names),
@@ -261,6 +269,8 @@ def _contradictions(options: RunOptions, namespace: Namespace) -> Iterator[str]:
             f"{said('replica_parity')} does not fit {said('nnodes')}: a group has at least 2 nodes, and at most as many"
             " as there are"
         )
+    if options.exclude_straggler and not options.node_check:
+        yield f"{said('exclude_straggler')} needs to know who is slow: add --node-check"
     if not options.rdzv_id and not options.standalone:
         yield "--rdzv-id is empty: give every node of the job the same name, or leave the flag out"
     if not options.state_dir:

@@ -22,6 +22,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from holdfast.cli.check_table import check_table
 from holdfast.cli.run_flag_values import endpoint as parse_endpoint
 from holdfast.core.kept import Safety
 from holdfast.core.sentences import safe, unread
@@ -221,6 +222,8 @@ def render(summary: Summary) -> RenderableType:
         parts.append(Text(_open_incident(summary), style="yellow"))
     if summary.nodes:
         parts += ["", _node_table(summary)]
+    if summary.check:
+        parts += ["", *check_table(summary.check)]
     if state := _state(summary):
         parts += ["", Text(state)]
     if summary.streams:

@@ -8,6 +8,7 @@ waits for, `conclude` acts on it when it is there, so that a driver neither slee
 In order, the first that applies:
 
 1. a connection is broken for longer than its grace      the node is lost
+   nodes are to be checked (checkup.py)                   the next round, or the verdicts
 2. no view is in force                                    form one when the nodes are there, or give up in time
 3. all workers of the view succeeded                      the job succeeded; or its checkpoint is written, if that is
                                                           what they were kept for
@@ -26,7 +27,7 @@ from __future__ import annotations
 
 import heapq
 
-from holdfast.core import blame, ledger, planned, stragglers, strategy, troubles
+from holdfast.core import blame, checkup, ledger, planned, stragglers, strategy, troubles
 from holdfast.core import records as r
 from holdfast.core.faults import Failure, describe, is_collateral, root_cause
 from holdfast.core.forming import form_anew, form_kept, store_among
@@ -61,6 +62,8 @@ def _of_the_job(job: Job, now: float) -> r.Record | None:
         return lost
     if cleared := _cleared(job, now):
         return cleared
+    if checked := checkup.conclude(job, now):
+        return checked
     if isinstance(job.phase, Gathering):
         return _while_gathering(job, job.phase, now)
     assert job.view is not None
@@ -80,7 +83,11 @@ def next_deadline(job: Job) -> float | None:
     deadlines = [n.link.deadline for n in job.nodes.values() if n.alive and isinstance(n.link, Unlinked)]
     if _verdict_is_out(job):
         return min(deadlines)  # nothing else is concluded before
+    if (check_at := checkup.next_deadline(job)) is not None:
+        deadlines.append(check_at)
     if isinstance(job.phase, Gathering):
+        if job.checkup:
+            return min(deadlines)  # the view waits for it
         settled_at = _settled_at(job, job.phase.since)
         deadlines.append(job.phase.deadline if settled_at is None else settled_at)
     elif trouble := troubles.fault(job):
@@ -151,8 +158,10 @@ def _verdict_is_out(job: Job) -> bool:
 def _while_gathering(job: Job, phase: Gathering, now: float) -> r.Record | None:
     if stopped := _stopped(job, now):
         return stopped
-    if _verdict_is_out(job):
+    if _verdict_is_out(job) or job.checkup:
         return None
+    if ended := checkup.ended(job, now):
+        return ended
     eligible = [n for n in job.nodes.values() if n.eligible]
     settled_at = _settled_at(job, phase.since)
     if settled_at is not None:
@@ -168,6 +177,7 @@ def _while_gathering(job: Job, phase: Gathering, now: float) -> r.Record | None:
     why = (
         f"waited {now - phase.since:.0f} s for {job.settings.nodes_min} nodes, {len(eligible)} came:"
         " start the missing ones, lower the minimum of --nnodes, or raise join_timeout in --rdzv-conf"
+        f"{checkup.why_missing(job)}"
     )
     return r.JobFinished(at=now, outcome=r.Outcome.FAILED, exit_code=EXIT_NODES_MISSING, why=why)
 
@@ -275,7 +285,12 @@ def _lacks_store(job: Job, trouble: Trouble) -> bool:
 def _act(job: Job, incident: Incident, trouble: Trouble, now: float) -> r.Record | None:
     if incident.strategy is r.Strategy.EXIT:
         return _give_up(job, incident, trouble, now)
+    if suspected := checkup.suspect(job, now):
+        return suspected
     eligible = [n for n in job.nodes.values() if n.eligible]
+    if awaited := checkup.members_awaited(job):
+        deadline = now + job.settings.join_timeout_s
+        return r.GatheringBegan(at=now, deadline=deadline, why=f"{', '.join(awaited)} to be checked first")
     if len(eligible) >= job.settings.nodes_min:
         if formed := form_anew(job, eligible, now, trouble.text):
             return formed

@@ -19,8 +19,8 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
+from holdfast.core import checkup, leases, ledger
 from holdfast.core import events as e
-from holdfast.core import leases, ledger
 from holdfast.core import records as r
 from holdfast.core.faults import TRACEBACK_CHARS_MAX, Failure
 from holdfast.core.kept import IMAGES_MAX, SAID_EVERY_S, KeptImage, safety
@@ -82,6 +82,8 @@ def decide(job: Job, event: e.Event, now: float) -> list[r.Record]:
             return [r.PacesNoted(at=now, node_id=node_id, paces=known)]
         case e.NumbersReported():
             return _numbers(job, event, now)
+        case e.NodeExamined():
+            return checkup.decide(job, event, now)
         case e.DrainAsked(node_id=node_id, why=why):
             node = job.nodes.get(node_id)
             if node is None or not isinstance(node.standing, Present) or isinstance(job.phase, Finished):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from holdfast.core.faults import Failure
+from holdfast.core.health import CheckResult
 from holdfast.core.kept import KeptImage
 from holdfast.core.leases import Lease, Trouble
 from holdfast.core.reputation import Repute
@@ -347,6 +348,16 @@ class PacesReported(msgspec.Struct, frozen=True, kw_only=True, tag="paces-report
     paces: tuple[Pace, ...]
 
 
+class NodeExamined(msgspec.Struct, frozen=True, kw_only=True, tag="node-examined"):
+    """What came of a task of a check."""
+
+    node_id: str
+    incarnation: str
+    checkup: str
+    round: int
+    result: CheckResult
+
+
 class DrainAsked(msgspec.Struct, frozen=True, kw_only=True, tag="drain-asked"):
     """A person wants a node to leave at a step boundary."""
 
@@ -377,6 +388,7 @@ Event = (
     | StreamNews
     | NumbersReported
     | PacesReported
+    | NodeExamined
     | DrainAsked
     | ResizeAsked
     | LinkBroke

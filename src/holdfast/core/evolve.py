@@ -7,7 +7,7 @@ from typing import assert_never
 
 import msgspec
 
-from holdfast.core import leases, ledger, stragglers
+from holdfast.core import checkup, leases, ledger, stragglers
 from holdfast.core import records as r
 from holdfast.core.blame import note
 from holdfast.core.copies import Holder, Seats, layout_of, reseat
@@ -112,6 +112,10 @@ def _apply(job: Job, record: r.Record) -> None:
             job.stragglers.add((node_id, local_rank))
         case r.NumbersOdd():
             pass  # for people
+        case r.NodesChecked() | r.NodeSuspected() | r.NodeReadmitted():
+            checkup.evolve(job, record)
+        case r.CheckupBegan() | r.RoundBegan() | r.RoundReported() | r.CheckupDropped():
+            checkup.evolve(job, record)
         case r.IncidentOpened():
             _open_incident(job, record)
         case r.IncidentDecided():
@@ -145,6 +149,7 @@ def _begin_term(job: Job, record: r.TermBegan) -> None:
     """A new master knows no connection yet: every node has until the silence timeout to come back, also if the
     time for gathering ran out while there was no master to come to."""
     job.term = record.term
+    job.checkup, job.checkups = None, 0
     deadline = record.at + job.settings.silence_timeout_s
     if isinstance(job.phase, Gathering):
         job.phase = msgspec.structs.replace(job.phase, deadline=max(job.phase.deadline, deadline))
@@ -164,6 +169,7 @@ def _join(job: Job, record: r.NodeJoined) -> None:
         joined_at=record.at,
         join_order=job.joins,
         repute=record.repute,
+        health=checkup.health_of_newcomer(job),
     )
     job.joins += 1
     if job.joins % GONE_NODES_MAX == 0:

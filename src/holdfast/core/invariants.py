@@ -9,7 +9,7 @@ from __future__ import annotations
 from holdfast.core import records as r
 from holdfast.core.copies import lack
 from holdfast.core.ladder import LADDER, Strategy
-from holdfast.core.state import Finished, Job, Serving
+from holdfast.core.state import Awaited, Finished, Job, LeftOut, Serving, Unfit
 from holdfast.core.views import View
 
 
@@ -41,6 +41,8 @@ def check_new_view(job: Job, view: View) -> None:
         node = job.live(member.node_id, member.incarnation)
         assert node, f"{member.node_id} is not alive"
         assert member.workers <= node.info.workers, f"{member.node_id} cannot run {member.workers} workers"
+        is_unproved = isinstance(node.health, Awaited | Unfit | LeftOut)
+        assert view.kept or not is_unproved, f"{member.node_id} has not passed its check"
     if view.kept:
         kept = [holder for seats in job.crew.values() for holder in seats if holder]
         assert not lack(kept), f"a view that keeps workers without their state: {lack(kept)}"
@@ -73,7 +75,8 @@ def check_all(job: Job) -> None:
         assert set(job.crew) <= members and not set(job.released) & members, "the state is elsewhere"
         for node_id, seats in job.crew.items():
             assert len(seats) == job.members[node_id].workers, f"{node_id} has other seats than workers"
-    if isinstance(job.phase, Finished) and job.phase.record.outcome is r.Outcome.SUCCEEDED:
+    is_success = isinstance(job.phase, Finished) and job.phase.record.outcome is r.Outcome.SUCCEEDED
+    if is_success and not job.settings.check_only:
         assert job.view and job.is_through, "success with workers unaccounted for"
     orders = [n.join_order for n in job.nodes.values()]
     assert len(set(orders)) == len(orders), "two nodes joined at the same place"

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import msgspec
 
+from holdfast.core import checkup
 from holdfast.core import records as r
 from holdfast.core.events import SessionInfo
 from holdfast.core.faults import Failure
+from holdfast.core.health import CheckTask
 from holdfast.core.ladder import Strategy
 from holdfast.core.planned import may_resize
 from holdfast.core.plans import is_member, standby
@@ -78,6 +80,8 @@ class Hold(msgspec.Struct, frozen=True, kw_only=True, tag="hold"):
     session: SessionInfo | None = None
     leaving: bool = False
     """It was asked to go: once its workers are gone it says goodbye and ends."""
+    check: CheckTask | None = None
+    """What to do in the round of a check; None: there is none."""
 
 
 class Exit(msgspec.Struct, frozen=True, kw_only=True, tag="exit"):
@@ -123,6 +127,10 @@ def orders(job: Job, record: r.Record) -> list[Addressed]:
             return _next_in_line(job, node_id)
         case r.ViewFormed() | r.GatheringBegan() | r.JobFinished() | r.JobResized() | r.NodeSettled(news=True):
             return [_standing(job, node) for node in job.nodes.values() if node.alive]
+        case r.RoundBegan(tasks=tasks):
+            return [_standing(job, job.nodes[node_id]) for node_id in tasks]
+        case r.NodesChecked() | r.CheckupDropped() | r.NodeSuspected():
+            return [_standing(job, node) for node in job.nodes.values() if node.alive and _is_idle(job, node)]
         case r.NodeRefused():
             return [Addressed(record.node_id, record.incarnation, _refusal(record))]
         case _:
@@ -131,6 +139,10 @@ def orders(job: Job, record: r.Record) -> list[Addressed]:
 
 def _standing(job: Job, node: Node) -> Addressed:
     return Addressed(node.node_id, node.incarnation, standing_order(job, node))
+
+
+def _is_idle(job: Job, node: Node) -> bool:
+    return isinstance(job.phase, Gathering) or not is_member(job, node)
 
 
 def _next_in_line(job: Job, node_id: str) -> list[Addressed]:
@@ -148,8 +160,9 @@ def standing_order(job: Job, node: Node) -> Order:
                 outcome=record.outcome, exit_code=record.exit_code, why=record.why, cause=record.cause
             )
         case Gathering(why=why):
-            why = last_resort(node) or why
-            return Hold(job_id=job.job_id, why=why, leaving=isinstance(node.standing, Draining))
+            leaving = isinstance(node.standing, Draining)
+            why = last_resort(node) or checkup.why_held(job, node) or why
+            return Hold(job_id=job.job_id, why=why, leaving=leaving, check=checkup.task_of(job, node))
         case Serving():
             assert job.view is not None
             leaving = isinstance(node.standing, Draining)
@@ -160,7 +173,7 @@ def standing_order(job: Job, node: Node) -> Order:
 
 def _hold(job: Job, view: View, node: Node, leaving: bool) -> Hold:
     why = "this node is leaving" if leaving else f"standing by: the job runs on {len(view.members)} nodes"
-    why = (not leaving and last_resort(node)) or why
+    why = why if leaving else last_resort(node) or checkup.why_held(job, node) or why
     released = job.released.get(node.node_id) == node.incarnation
     spares = 0 if leaving else _spares_standing_by(job, view, node)
     return Hold(
@@ -171,6 +184,7 @@ def _hold(job: Job, view: View, node: Node, leaving: bool) -> Hold:
         world_size=view.world_size if job.session else 0,
         session=job.session,
         leaving=leaving,
+        check=checkup.task_of(job, node),
     )
 
 

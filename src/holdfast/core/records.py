@@ -13,6 +13,7 @@ import msgspec
 
 from holdfast.core.events import DataSource, NodeInfo, Pace, Part, SessionInfo, Stumble, Vector
 from holdfast.core.faults import Failure
+from holdfast.core.health import CheckResult, CheckTask, LinkVerdict, NodeVerdict, Norm
 from holdfast.core.kept import KeptImage, Safety
 from holdfast.core.ladder import Strategy as Strategy
 from holdfast.core.leases import Lease, Trouble
@@ -297,6 +298,39 @@ class StragglerFound(msgspec.Struct, frozen=True, kw_only=True, tag="straggler-f
     score: float
 
 
+class NodesChecked(msgspec.Struct, frozen=True, kw_only=True, tag="nodes-checked"):
+    """A check of nodes is over: what was measured, what was expected, and what is concluded."""
+
+    at: float
+    checkup: str
+    why: str
+    """What it was for."""
+    took_s: float
+    accelerator: str
+    nodes: tuple[NodeVerdict, ...]
+    links: tuple[LinkVerdict, ...] = ()
+    """Bad ones only."""
+    norms: tuple[Norm, ...] = ()
+
+
+class NodeSuspected(msgspec.Struct, frozen=True, kw_only=True, tag="node-suspected"):
+    """A fault that may be the node's: it is checked before it takes part again."""
+
+    at: float
+    node_id: str
+    incarnation: str
+    why: str
+
+
+class NodeReadmitted(msgspec.Struct, frozen=True, kw_only=True, tag="node-readmitted"):
+    """A slow node was left out, and the job cannot do without it any more."""
+
+    at: float
+    node_id: str
+    incarnation: str
+    why: str
+
+
 class IncidentOpened(msgspec.Struct, frozen=True, kw_only=True, tag="incident-opened"):
     at: float
     number: int
@@ -404,6 +438,40 @@ class PacesNoted(msgspec.Struct, frozen=True, kw_only=True, tag="paces-noted"):
     paces: tuple[Pace, ...]
 
 
+class CheckupBegan(msgspec.Struct, frozen=True, kw_only=True, tag="checkup-began"):
+    """Nodes are to be checked. A master that takes over begins anew."""
+
+    at: float
+    checkup: str
+    why: str
+    lives: dict[str, str]
+    """By node id: incarnations of those that are to be judged."""
+    partners: tuple[str, ...] = ()
+    """Nodes known to be well, which only help."""
+
+
+class RoundBegan(msgspec.Struct, frozen=True, kw_only=True, tag="round-began"):
+    at: float
+    checkup: str
+    round: int
+    deadline: float
+    tasks: dict[str, CheckTask]
+
+
+class RoundReported(msgspec.Struct, frozen=True, kw_only=True, tag="round-reported"):
+    at: float
+    node_id: str
+    checkup: str
+    round: int
+    result: CheckResult
+
+
+class CheckupDropped(msgspec.Struct, frozen=True, kw_only=True, tag="checkup-dropped"):
+    at: float
+    checkup: str
+    why: str
+
+
 class NodeRefused(msgspec.Struct, frozen=True, kw_only=True, tag="node-refused"):
     at: float
     node_id: str
@@ -451,18 +519,43 @@ DurableRecord = (
     | StateSafe
     | NumbersOdd
     | StragglerFound
+    | NodesChecked
+    | NodeSuspected
+    | NodeReadmitted
     | IncidentOpened
     | IncidentDecided
     | IncidentClosed
     | JobFinished
 )
 SoftRecord = (
-    LinkLost | LinkRestored | StoreReady | SparesKnown | StateNoted | SamplesNoted | PacesNoted | NodeRefused
+    LinkLost
+    | LinkRestored
+    | StoreReady
+    | SparesKnown
+    | StateNoted
+    | SamplesNoted
+    | PacesNoted
+    | CheckupBegan
+    | RoundBegan
+    | RoundReported
+    | CheckupDropped
+    | NodeRefused
 )
 Record = DurableRecord | SoftRecord
 
 SOFT_RECORDS = (
-    *(LinkLost, LinkRestored, StoreReady, SparesKnown, StateNoted, SamplesNoted, PacesNoted, NodeRefused),
+    LinkLost,
+    LinkRestored,
+    StoreReady,
+    SparesKnown,
+    StateNoted,
+    SamplesNoted,
+    PacesNoted,
+    CheckupBegan,
+    RoundBegan,
+    RoundReported,
+    CheckupDropped,
+    NodeRefused,
 )
 
 

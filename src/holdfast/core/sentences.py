@@ -8,8 +8,10 @@ from typing import assert_never
 from holdfast.core import records as r
 from holdfast.core.fault_types import describe_fault
 from holdfast.core.faults import Failure, describe, describe_error
+from holdfast.core.health import LinkVerdict, NodeVerdict
 from holdfast.core.kept import Safety
 from holdfast.core.leases import Lease, Trouble
+from holdfast.core.verdicts import milliseconds
 
 STRETCHES_SHOWN_MAX = 5
 
@@ -104,6 +106,20 @@ def sentence(record: r.Record) -> str:
             return f"the state is safe: {safe(safety)}"
         case r.CheckpointPublished(step=step, url=url):
             return f"checkpoint of step {step} is complete: {url}"
+        case r.NodesChecked():
+            return _checked(record)
+        case r.NodeSuspected(node_id=node_id, why=why):
+            return f"node {node_id} is to be checked: {why}"
+        case r.NodeReadmitted(node_id=node_id, why=why):
+            return f"node {node_id} takes part after all: {why}"
+        case r.CheckupBegan(why=why, lives=lives):
+            return f"checking {_nodes(len(lives))}: {why}"
+        case r.RoundBegan(round=number, tasks=tasks):
+            return f"round {number} of the check: {_nodes(len(tasks))}"
+        case r.RoundReported(node_id=node_id, round=number):
+            return f"{node_id} is through round {number} of the check"
+        case r.CheckupDropped(why=why):
+            return f"the check of nodes is given up: {why}"
         case r.IncidentOpened(number=number, cause=cause):
             return f"incident {number}: {cause}"
         case r.IncidentDecided(number=number, strategy=strategy, why=why):
@@ -133,6 +149,38 @@ def safe(safety: Safety) -> str:
     ]
     said = [f"step {step} {where}" for step, where in known if step >= 0]
     return ", ".join(said) or "nowhere but in its workers"
+
+
+def _checked(record: r.NodesChecked) -> str:
+    bad = [node_sentence(verdict) for verdict in record.nodes if verdict.fitness != "fit"]
+    bad += [link_sentence(link) for link in record.links]
+    found = "; ".join(bad) or ("it is fit" if len(record.nodes) == 1 else "all are fit")
+    return f"checked {_nodes(len(record.nodes))} in {record.took_s:.1f} s ({record.why}): {found}"
+
+
+def node_sentence(verdict: NodeVerdict) -> str:
+    """A verdict on a node."""
+    left_out = ", and is left out" if verdict.is_left_out else ""
+    return f"node {verdict.node_id} is {verdict.fitness}{left_out}{f': {verdict.why}' if verdict.why else ''}"
+
+
+def measured_sentence(verdict: NodeVerdict) -> str:
+    """All that was measured of a node, and what was expected."""
+    cells = [
+        f"{m.stage}{f' with {m.partner}' if m.partner else ''} {milliseconds(m.value_s)}"
+        f" (expected {milliseconds(m.expected_s)}{', SLOW' if m.is_slow else ''})"
+        for m in verdict.measured
+    ]
+    return f"{verdict.node_id} is {verdict.fitness}: {', '.join(cells) or 'nothing was measured'}"
+
+
+def link_sentence(link: LinkVerdict) -> str:
+    """A verdict on the link between two nodes."""
+    return f"the link between {link.first} and {link.second} is {link.state}: {link.why}"
+
+
+def _nodes(count: int) -> str:
+    return f"{count} node{'s' * (count != 1)}"
 
 
 def _witnessed(record: r.StepsWitnessed) -> str:

@@ -40,6 +40,20 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """How long a node that is to be taken in may take to park its workers. Until then the others train on without it;
     after it, it is taken in as it is, and they wait for it at the step boundary."""
 
+    node_check: bool = False
+    """Whether nodes are checked before they take part: at the start, when one joins or comes back, while it stands by,
+    and after a fault that may be its own."""
+
+    exclude_straggler: bool = False
+    """Whether slow nodes are left out, as long as the minimum holds without them."""
+
+    check_only: bool = False
+    """Whether the job is over once its nodes are checked."""
+
+    spare_check_interval_s: float = 3_600.0
+    """How often a node that stands by is checked again; 0: never. A spare that is broken when it is needed is none, and
+    a check costs it seconds."""
+
     settle_s: float = 0.5
     """How long to wait for further nodes once the minimum is there. Nodes of one job start within tens of
     milliseconds of each other; half a second gathers them without being felt."""

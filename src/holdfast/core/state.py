@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from holdfast.core.copies import Layout, Seats
 from holdfast.core.events import NodeInfo, SessionInfo, Stumble
 from holdfast.core.faults import Failure
+from holdfast.core.health import Norm, Stage
 from holdfast.core.kept import KeptImage, Safety
 from holdfast.core.ladder import Strategy
 from holdfast.core.leases import Streams
 from holdfast.core.ledger import Ledger
 from holdfast.core.placement import NOWHERE, Placement
-from holdfast.core.records import IncidentClosed, IncidentKind, JobFinished, NodeCordoned, WorkersStuck
+from holdfast.core.records import (
+    IncidentClosed,
+    IncidentKind,
+    JobFinished,
+    NodeCordoned,
+    NodesChecked,
+    WorkersStuck,
+)
 from holdfast.core.reputation import LAST_RESORT, Repute
 from holdfast.core.settings import Settings
 from holdfast.core.views import Member, View
+
+if TYPE_CHECKING:
+    from holdfast.core.check_rounds import Checkup
 
 GONE_NODES_MAX = 1_000
 """Ended lives that are remembered, for the guard of their ids and for `holdfast status`."""
@@ -89,6 +101,46 @@ class Unlinked(msgspec.Struct, frozen=True, tag="unlinked"):
 Link = Linked | Unlinked
 
 
+class Unchecked(msgspec.Struct, frozen=True, tag="unchecked"):
+    """Nobody wanted a check."""
+
+
+class Awaited(msgspec.Struct, frozen=True, tag="awaited"):
+    """To be checked before it takes part."""
+
+    why: str
+
+
+class Fit(msgspec.Struct, frozen=True, tag="fit"):
+    """Passed its last check."""
+
+    at: float
+
+
+class Slow(msgspec.Struct, frozen=True, tag="slow"):
+    """Takes part all the same."""
+
+    at: float
+    why: str
+
+
+class LeftOut(msgspec.Struct, frozen=True, tag="left-out"):
+    """Slow, and the job does without it for as long as it can."""
+
+    at: float
+    why: str
+
+
+class Unfit(msgspec.Struct, frozen=True, tag="unfit"):
+    """Failed its check, and takes no part."""
+
+    at: float
+    why: str
+
+
+Health = Unchecked | Awaited | Fit | Slow | LeftOut | Unfit
+
+
 @dataclass
 class Node:
     """One node's current or last life."""
@@ -105,6 +157,7 @@ class Node:
     """Spares that wait on it, ready to take a rank."""
     parked_at: float = 0.0
     """When their number was last heard."""
+    health: Health = Unchecked()
     repute: Repute = Repute()
     """What its machine was known for when it joined."""
     admitted: bool = False
@@ -128,8 +181,13 @@ class Node:
     @property
     def eligible(self) -> bool:
         """May take part in the next view."""
-        is_here = isinstance(self.standing, Present) and isinstance(self.link, Linked)
-        return is_here and not self.is_last_resort
+        is_fit = isinstance(self.health, Unchecked | Fit | Slow)
+        return self.is_here and is_fit and not self.is_last_resort
+
+    @property
+    def is_here(self) -> bool:
+        """Present and connected, whatever its health."""
+        return isinstance(self.standing, Present) and isinstance(self.link, Linked)
 
     @property
     def doubtful(self) -> bool:
@@ -267,6 +325,14 @@ class Job:
     """Nodes that were sent away for a fault."""
     cleared: set[str] = field(default_factory=set)
     """Those of them that were not to blame after all."""
+    checkup: Checkup | None = None
+    """The check of nodes under way. It is not journaled, only what came of it."""
+    checkups: int = 0
+    """How many this term has begun."""
+    checked: NodesChecked | None = None
+    """The last check that is over."""
+    norms: dict[Stage, Norm] = field(default_factory=dict)
+    """What the stages of checks take on the nodes of this job."""
     incident: Incident | None = None
     incidents: list[IncidentClosed] = field(default_factory=list)
     incidents_opened: int = 0

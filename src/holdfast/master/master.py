@@ -20,8 +20,8 @@ import structlog
 
 from holdfast.core import events as e
 from holdfast.core.conclude import next_deadline
-from holdfast.core.records import DurableRecord, NodeRefused, ShardsLeased, StepsWitnessed, is_durable
-from holdfast.core.sentences import sentence
+from holdfast.core.records import DurableRecord, NodeRefused, NodesChecked, ShardsLeased, StepsWitnessed, is_durable
+from holdfast.core.sentences import measured_sentence, sentence
 from holdfast.core.settings import Settings
 from holdfast.core.state import Finished, Gathering, Job
 from holdfast.core.transact import Transaction, begin, replay, transact
@@ -40,6 +40,8 @@ JOINS_GATHER_S = 0.02
 """Least time between two batches of nothing but introductions. A thousand nodes that come at once share tens of
 syncs instead of paying one each; one that comes alone, and every other event, waits for nothing."""
 PAGE_CHARS_MAX = 1_000_000
+CHECK_LINES_MAX = 64
+"""Of a check, in the log; the journal has all."""
 FAREWELL_S = 5.0
 """How long a finished master stays for agents that have not heard the end yet; at least the silence timeout."""
 FAREWELL_STREAMS_S = 0.5
@@ -231,10 +233,12 @@ class Master:
         phase, now = self._job.phase, self._clock()
         if not isinstance(phase, Gathering) or now < self._progress_at:
             return
-        here, settings = sum(n.eligible for n in self._job.nodes.values()), self._job.settings
+        self._progress_at = now + PROGRESS_LINE_S
+        if self._job.checkup:
+            return
+        here, settings = sum(n.is_here for n in self._job.nodes.values()), self._job.settings
         left_s = phase.deadline - now
         log.info(f"waiting for nodes: {here} of at least {settings.nodes_min} are here, {left_s:.0f} s left")
-        self._progress_at = now + PROGRESS_LINE_S
 
     def _silences(self) -> list[e.NodeSilent]:
         now = self._clock()
@@ -256,6 +260,9 @@ class Master:
                 is_routine = isinstance(record, StepsWitnessed | ShardsLeased)  # which come all the time
                 say = log.debug if is_routine else log.info
                 say(sentence(record), record=str(record.__struct_config__.tag))
+            if isinstance(record, NodesChecked):
+                for verdict in record.nodes[:CHECK_LINES_MAX]:
+                    log.info(measured_sentence(verdict), record="node-measured")
         for addressed in done.orders:
             self._agents.send(addressed.incarnation, Command(self._job.term, addressed.order))
         self._pages.extend(_encoder.encode(record).decode() for record in durable)

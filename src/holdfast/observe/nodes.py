@@ -8,7 +8,20 @@ from typing import Literal, assert_never
 import msgspec
 
 from holdfast.core.records import NodeStarted
-from holdfast.core.state import Draining, Finished, Gathering, Job, Left, Lost, Node, Present
+from holdfast.core.state import (
+    Awaited,
+    Draining,
+    Finished,
+    Gathering,
+    Job,
+    Left,
+    LeftOut,
+    Lost,
+    Node,
+    Present,
+    Slow,
+    Unfit,
+)
 from holdfast.core.views import Member
 from holdfast.journal import Entry
 
@@ -32,7 +45,7 @@ class NodeSummary(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     standing: Standing
     why: str
-    """Of a node that is lost or leaving."""
+    """Of a node that is lost, leaving, or did not pass its check."""
     joined_at: float
     workers_max: int
     """How many workers it runs when it takes part."""
@@ -80,7 +93,7 @@ def _node(job: Job, node: Node, pids: tuple[int, ...]) -> NodeSummary:
 def _standing(node: Node) -> tuple[Standing, str]:
     match node.standing:
         case Present():
-            return "present", ""
+            return "present", _health(node)
         case Draining(why=why):
             return "draining", why
         case Lost(why=why):
@@ -89,6 +102,21 @@ def _standing(node: Node) -> tuple[Standing, str]:
             return "left", ""
         case _:
             assert_never(node.standing)
+
+
+def _health(node: Node) -> str:
+    """What is wrong with one that is there."""
+    match node.health:
+        case Awaited():
+            return "to be checked"
+        case Unfit(why=why):
+            return f"unfit, {why}"
+        case LeftOut(why=why):
+            return f"left out, {why}"
+        case Slow(why=why):
+            return f"slow, {why}"
+        case _:
+            return ""
 
 
 def _worker(job: Job, node: Node, member: Member, local_rank: int, pids: tuple[int, ...]) -> WorkerSummary:

@@ -129,6 +129,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     master_seen: bool
     """Whether a master was seen alive: it answered, or it holds the journal on this machine."""
     streams: tuple[StreamSummary, ...] = ()
+    check: r.NodesChecked | None = None
+    """The last check of nodes that is over."""
 
 
 def summarise(entries: Sequence[Entry], now: float, *, master_seen: bool) -> Summary:
@@ -159,6 +161,7 @@ def summarise(entries: Sequence[Entry], now: float, *, master_seen: bool) -> Sum
         incidents_total=job.incidents_opened,
         ending=_ending(finished) if finished else None,
         master_seen=master_seen,
+        check=job.checked,
         streams=tuple(_stream(name, state) for name, state in job.streams.by_name.items()),
     )
 

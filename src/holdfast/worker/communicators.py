@@ -4,12 +4,8 @@ A communicator is a plug-in with two duties. `make` connects the members of one 
 are there; it runs on a thread of its own. `free` is called from any thread when the view is over and must make
 everybody who hangs in `inner` return at once. What `make` returns speaks the methods of torch's `Backend`.
 
-Others are found as entry points of the group `holdfast.communicators`, named by device type, e.g.
-
-    [project.entry-points."holdfast.communicators"]
-    npu = "my_package:Hccl"
-
-each a class that is made without arguments.
+Which one a kind of device has is said by its plug-in (checks/accelerators): `communicator` names a class that is made
+without arguments, or nothing, and then the backend that torch knows by the plug-in's `backend` is used.
 """
 
 from __future__ import annotations
@@ -17,21 +13,21 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
-from importlib.metadata import entry_points
 from typing import Any, Protocol
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
-from holdfast.errors import HoldfastError
+from holdfast.checks.accelerators import registry
+from holdfast.errors import HoldfastError, UsageError
 from holdfast.worker import sockets
 from holdfast.worker.guarded import Guarded
 from holdfast.worker.sockets import Mesh
 
-ENTRY_POINTS = "holdfast.communicators"
 # All members are known to be there when this begins: connecting takes milliseconds. Who is still at it when the view is
 # over keeps a thread and some sockets until then.
 CONNECT_TIMEOUT = timedelta(seconds=20)
@@ -150,23 +146,52 @@ class Hccl:
         return None
 
 
-BUILT_IN: dict[str, type[Communicator]] = {"cpu": Gloo, "cuda": Nccl, "xpu": Xccl, "npu": Hccl}
+class Registered:
+    """Whatever backend of torch's own registry a device's plug-in names."""
+
+    def __init__(self, backend: str) -> None:
+        self._backend = backend
+
+    def make(self, store: Store, rank: int, size: int, timeout: timedelta, mesh: Mesh) -> Any:
+        if self._backend == dist.Backend.GLOO:
+            return Gloo().make(store, rank, size, timeout, mesh)
+        plugins: dict[str, Any] = dist.Backend._plugins
+        if self._backend.upper() not in plugins:
+            raise HoldfastError(f"torch knows no backend {self._backend}: import the package that registers it")
+        return plugins[self._backend.upper()].creator_fn(PrefixStore(self._backend, store), rank, size, timeout)
+
+    def free(self, inner: Any) -> None:
+        if hasattr(inner, "fail"):
+            inner.fail("the view is over")
+        else:
+            inner.abort()
+
+    def drop(self, inner: Any) -> None:
+        if hasattr(inner, "bury"):
+            inner.bury()
 
 
 @functools.cache
-def available() -> dict[str, type[Communicator]]:
-    """By device type: the CPU's, and the accelerator's if there is one and a communicator for it."""
+def available() -> dict[str, Callable[[], Communicator]]:
+    """By device type: the CPU's, and the accelerator's if there is one and a plug-in for it."""
     devices = ["cpu"]
     if torch.accelerator.is_available() and (accelerator := torch.accelerator.current_accelerator()) is not None:
         devices.append(accelerator.type)
-    plugged = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
-    found: dict[str, type[Communicator]] = {}
+    found: dict[str, Callable[[], Communicator]] = {}
     for device in devices:
-        if device in plugged:
-            found[device] = plugged[device].load()
-        elif device in BUILT_IN:
-            found[device] = BUILT_IN[device]
+        try:
+            found[device] = of_accelerator(device)
+        except UsageError:  # no plug-in: its tensors cannot be communicated, but those of the CPU can
+            continue
     return found
+
+
+def of_accelerator(name: str) -> Callable[[], Communicator]:
+    """What makes the communicators of a kind of processor."""
+    plug_in = registry.load(name)
+    if not plug_in.communicator:
+        return functools.partial(Registered, plug_in.backend)
+    return registry.resolve(plug_in.communicator)
 
 
 def exchange(store: Store, rank: int, size: int, own: sockets.Address, timeout: timedelta) -> set[sockets.Address]:

@@ -1,0 +1,140 @@
+"""NVIDIA's GPUs. Their counters are read through nvidia-smi, which is there wherever the driver is; the XIDs that the
+driver writes into the kernel's log, through dmesg where that may be read.
+
+Not run on a GPU by this project's tests, which have none: the parsers are, on what the tools print.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from holdfast.checks.accelerators.base import Ailment, FaultRule, tool_output
+from holdfast.checks.accelerators.generic import TorchAccelerator
+
+FIELDS = (
+    "index",
+    "ecc.errors.uncorrected.volatile.total",
+    "remapped_rows.pending",
+    "remapped_rows.failure",
+    "retired_pages.pending",
+    "pcie.link.width.current",
+    "pcie.link.width.max",
+)
+QUERY = ("nvidia-smi", f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits")
+KERNEL_LOG = ("dmesg", "--level=emerg,alert,crit,err,warn")
+XID = re.compile(r"NVRM: Xid \(PCI:(?P<bus>[0-9A-Fa-f:.]+)\): (?P<number>\d+)")
+
+# Those after which the driver's documentation asks for a reset of the GPU, a restart of the node or a repair. Others
+# are mostly an application's own (13, 31, 43, 45).
+HARDWARE_XIDS = {
+    48: "a double-bit memory error",
+    62: "the micro-controller halted",
+    63: "a memory page or row is to be retired",
+    64: "a memory page or row could not be retired",
+    74: "an NVLink error",
+    79: "the GPU has fallen off the bus",
+    92: "a high rate of single-bit memory errors",
+    94: "a contained memory error",
+    95: "an uncontained memory error",
+    119: "the GPU's system processor does not answer",
+    120: "the GPU's system processor failed",
+    140: "an unrecovered memory error",
+    143: "the GPU could not be initialised",
+}
+
+
+class Cuda(TorchAccelerator):
+    """See the top."""
+
+    name = "cuda"
+    backend = "nccl"
+    communicator = "holdfast.worker.communicators:Nccl"
+    faults = (
+        FaultRule(fault="gpu-inforom-corrupted", code=14),
+        FaultRule(fault="gpu-inforom-corrupted", text=r"infoROM is corrupted"),
+        FaultRule(fault="gpu-unknown-device", code=128),
+        FaultRule(fault="gpu-driver-error", code=201),
+        FaultRule(fault="gpu-residual-processes", code=202),
+        FaultRule(fault="gpu-lost", text=r"GPU is lost|fallen off the bus|Xid .*: 79\b"),
+        FaultRule(fault="gpu-memory-error", text=r"uncorrectable ECC error|Xid .*: (48|64|92|94|95|140)\b"),
+        FaultRule(fault="gpu-driver-error", text=r"CUDA driver (version|initialization) |Xid .*: (62|119|120|143)\b"),
+        FaultRule(fault="gpu-link-error", text=r"NVLink error|Xid .*: 74\b|CUDA error: peer access"),
+        FaultRule(fault="gpu-unknown-device", text=r"CUDA error: (invalid device ordinal|no CUDA-capable device)"),
+        FaultRule(fault="gpu-driver-error", text=r"CUDA error: (unknown error|unspecified launch failure)"),
+        FaultRule(fault="gpu-memory-error", text=r"CUDA error: (an )?(uncorrectable|hardware stack error)"),
+        FaultRule(fault="network-device-error", text=r"NCCL WARN .*(ibv_|IB ).*(error|failed)|Got completion .* error"),
+    )
+
+    def is_available(self) -> bool:
+        """A device that is there and cannot be used is to be found by the check, not passed over."""
+        import torch
+
+        is_built = bool(torch.backends.cuda.is_built())  # type: ignore[no-untyped-call]
+        return is_built and (has_device_files() or torch.cuda.is_available())
+
+    def ailments(self) -> list[Ailment]:
+        """What nvidia-smi and the kernel's log say."""
+        counters = tool_output(QUERY)
+        if counters is None:
+            silent = has_device_files()
+            return [Ailment(fault="gpu-driver-error", text="nvidia-smi does not answer")] if silent else []
+        return [*parse_counters(counters), *parse_xids(tool_output(KERNEL_LOG) or "")]
+
+
+def has_device_files() -> bool:
+    """Whether the driver knows of a GPU."""
+    return any(path.name.removeprefix("nvidia").isdigit() for path in Path("/dev").glob("nvidia*"))
+
+
+def parse_counters(text: str) -> list[Ailment]:
+    """Of QUERY's output. A counter that a GPU has not got reads `[N/A]` or the like, and says nothing."""
+    found = []
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.split(",")]
+        if len(cells) != len(FIELDS) or not cells[0].isdigit():
+            continue
+        row = dict(zip(FIELDS, cells, strict=True))
+        found += _of_gpu(int(cells[0]), row)
+    return found
+
+
+def _of_gpu(index: int, row: dict[str, str]) -> list[Ailment]:
+    found = []
+    errors = _number(row["ecc.errors.uncorrected.volatile.total"])
+    if errors:
+        found.append(Ailment(fault="gpu-memory-error", text=f"{errors} uncorrectable memory errors", device=index))
+    if _says_yes(row["remapped_rows.failure"]):
+        found.append(Ailment(fault="gpu-memory-error", text="rows of memory could not be remapped", device=index))
+    if _says_yes(row["remapped_rows.pending"]) or _says_yes(row["retired_pages.pending"]):
+        text = "memory waits for a reset of the GPU to be retired"
+        found.append(Ailment(fault="gpu-memory-error", text=text, device=index))
+    width, width_max = _number(row["pcie.link.width.current"]), _number(row["pcie.link.width.max"])
+    if 0 < width < width_max:
+        text = f"its PCIe link has {width} of {width_max} lanes"
+        found.append(Ailment(fault="gpu-link-error", text=text, device=index))
+    return found
+
+
+def parse_xids(text: str) -> list[Ailment]:
+    """Of the kernel's log: each kind once a GPU, named by its bus."""
+    found: dict[tuple[str, int], Ailment] = {}
+    for match in XID.finditer(text):
+        number = int(match["number"])
+        if number in HARDWARE_XIDS:
+            what = f"Xid {number} on {match['bus']}: {HARDWARE_XIDS[number]}"
+            found[(match["bus"], number)] = Ailment(fault=_fault_of(number), text=what)
+    return list(found.values())
+
+
+def _fault_of(xid: int) -> str:
+    names = {79: "gpu-lost", 74: "gpu-link-error", 62: "gpu-driver-error", 119: "gpu-driver-error"}
+    return names.get(xid, "gpu-driver-error" if xid in (120, 143) else "gpu-memory-error")
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdigit() else 0
+
+
+def _says_yes(text: str) -> bool:
+    return text.casefold() == "yes" or _number(text) > 0

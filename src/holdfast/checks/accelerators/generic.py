@@ -1,0 +1,138 @@
+"""What torch's own interfaces allow for every kind of device. torch is imported where it is used: the agent, which has
+none, loads the plug-ins' classes too.
+
+The numbers of the multiplication are small whole ones, so that float32 holds every sum exactly, in whatever order and
+with whatever rounding of the factors (TF32, HF32, bfloat16) a device multiplies. So the result is either right or
+wrong, on every kind of processor alike: no tolerance.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from holdfast.checks.accelerators.base import Accelerator, Device, Work
+
+if TYPE_CHECKING:
+    import torch
+
+FACTOR_MAX = 4
+"""With 4,096 products of up to 4 × 4 a sum stays far below 2**24."""
+SEED = 20_000
+PATTERN = 0x5A
+WRONG_SHOWN_MAX = 3
+
+
+class TorchAccelerator(Accelerator):
+    """A device that torch knows by `name`."""
+
+    matmul_size = 4_096
+    """Rows and columns. Some milliseconds of work on the kind of device it is for."""
+    copy_bytes = 512 * 2**20
+    """Many times its caches."""
+
+    def is_available(self) -> bool:
+        """As torch says."""
+        return bool(self._module().is_available())
+
+    def devices(self) -> list[Device]:
+        """As torch says."""
+        return [self._device(index) for index in range(self._module().device_count())]
+
+    def prepare_matmul(self, index: int) -> Work:
+        """Exact, see the top."""
+        return Matmul(self, index, self.matmul_size)
+
+    def prepare_bandwidth(self, index: int) -> Work:
+        """Within the device's memory."""
+        return Copy(self, index, self.copy_bytes)
+
+    def tensor(self, index: int, size_bytes: int) -> Any:
+        """Float32 ones."""
+        import torch
+
+        return torch.ones(max(size_bytes // 4, 1), dtype=torch.float32, device=self.torch_device(index))
+
+    def synchronize(self, index: int) -> None:
+        """By the device's module of torch."""
+        self._module().synchronize(index)
+
+    def torch_device(self, index: int) -> torch.device:
+        """As torch writes it."""
+        import torch
+
+        return torch.device(self.name, index)
+
+    def _device(self, index: int) -> Device:
+        free, total = self._module().mem_get_info(index)
+        name = str(self._module().get_device_name(index))
+        return Device(index=index, name=name, memory_bytes=int(total), memory_free_bytes=int(free))
+
+    def _module(self) -> Any:
+        import torch
+
+        return getattr(torch, self.name)
+
+
+class Matmul:
+    """C = A·B, and a proof of it in a fraction of the time: C·x = A·(B·x) for a vector x without zeros. An error in one
+    number of C cannot hide from it."""
+
+    def __init__(self, accelerator: TorchAccelerator, index: int, size: int) -> None:
+        import torch
+
+        self._accelerator, self._index = accelerator, index
+        numbers = torch.Generator().manual_seed(SEED)
+        shape = (size, size)
+        self._left = torch.randint(-FACTOR_MAX, FACTOR_MAX + 1, shape, generator=numbers, dtype=torch.int32)
+        self._right = torch.randint(-FACTOR_MAX, FACTOR_MAX + 1, shape, generator=numbers, dtype=torch.int32)
+        self._probe = torch.randint(1, 1_000, (size,), generator=numbers, dtype=torch.int64)
+        device = accelerator.torch_device(index)
+        self._left_there = self._left.to(torch.float32).to(device)
+        self._right_there = self._right.to(torch.float32).to(device)
+        self.product = torch.zeros(shape, dtype=torch.float32, device=device)
+
+    def run(self) -> None:
+        """One multiplication."""
+        import torch
+
+        torch.matmul(self._left_there, self._right_there, out=self.product)
+        self._accelerator.synchronize(self._index)
+
+    def verify(self) -> str:
+        """Compared on the processor, in whole numbers."""
+        import torch
+
+        found = self.product.to("cpu")
+        if not bool(torch.isfinite(found).all()):
+            return "the product has numbers that are not finite"
+        wanted = (self._left.to(torch.int64) * (self._right.to(torch.int64) * self._probe).sum(1)).sum(1)
+        have = (found.to(torch.float64) * self._probe.to(torch.float64)).sum(1)
+        wrong = torch.nonzero(have != wanted.to(torch.float64)).flatten().tolist()
+        if not wrong:
+            return ""
+        rows = ", ".join(map(str, wrong[:WRONG_SHOWN_MAX]))
+        return f"the product is wrong in {len(wrong)} of {len(found)} rows ({rows}{', …' * (len(wrong) > 3)})"
+
+
+class Copy:
+    """From one half of a piece of memory to the other."""
+
+    def __init__(self, accelerator: TorchAccelerator, index: int, size_bytes: int) -> None:
+        import torch
+
+        self._accelerator, self._index = accelerator, index
+        device = accelerator.torch_device(index)
+        self._source = torch.full((size_bytes,), PATTERN, dtype=torch.uint8, device=device)
+        self._target = torch.zeros_like(self._source)
+
+    def run(self) -> None:
+        """One copy."""
+        self._target.copy_(self._source)
+        self._accelerator.synchronize(self._index)
+
+    def verify(self) -> str:
+        """Every byte."""
+        import torch
+
+        differing = int(torch.count_nonzero(self._target != PATTERN).item())
+        return f"{differing} copied bytes are wrong" if differing else ""

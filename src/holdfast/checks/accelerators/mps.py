@@ -1,0 +1,56 @@
+"""Apple's GPUs, through torch.mps. One device, no counters, no library to communicate through: tensors go through the
+processor's memory by gloo. Not run on such a device by this project's tests."""
+
+from __future__ import annotations
+
+import platform
+from typing import TYPE_CHECKING
+
+from holdfast.checks.accelerators.base import Device, FaultRule
+from holdfast.checks.accelerators.generic import TorchAccelerator
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Mps(TorchAccelerator):
+    """See the top."""
+
+    name = "mps"
+    backend = "gloo"
+    communicator = "holdfast.worker.communicators:Gloo"
+    memory_free_share_min = 0.1  # it shares the machine's memory
+    matmul_size = 2_048
+    faults = (FaultRule(fault="gpu-driver-error", text=r"MPSGraph|command buffer exited with error status"),)
+
+    def is_available(self) -> bool:
+        """As torch says."""
+        import torch
+
+        return torch.backends.mps.is_available()
+
+    def devices(self) -> list[Device]:
+        """One."""
+        import torch
+
+        total = int(torch.mps.recommended_max_memory())
+        free = total - int(torch.mps.driver_allocated_memory())
+        return [Device(index=0, name=platform.processor(), memory_bytes=total, memory_free_bytes=free)]
+
+    def synchronize(self, index: int) -> None:
+        """Of the one there is."""
+        import torch
+
+        torch.mps.synchronize()
+
+    def torch_device(self, index: int) -> torch.device:
+        """The one there is."""
+        import torch
+
+        return torch.device("mps")
+
+    def tensor(self, index: int, size_bytes: int) -> torch.Tensor:
+        """In the processor's memory: what gloo communicates."""
+        import torch
+
+        return torch.ones(max(size_bytes // 4, 1), dtype=torch.float32)

@@ -1,0 +1,67 @@
+"""Huawei's Ascend processors, through the package torch_npu and the tool npu-smi.
+
+Not run on such a device by this project's tests, which have none: the parser is, on what the tool prints.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+from holdfast.checks.accelerators.base import Ailment, FaultRule, tool_output
+from holdfast.checks.accelerators.generic import TorchAccelerator
+
+TABLE = ("npu-smi", "info")
+ROW = re.compile(r"^\|\s*(?P<index>\d+)\s+(?P<name>\S+)\s*\|\s*(?P<health>\w+)\s*\|")
+GOOD = frozenset({"OK"})
+
+
+class Npu(TorchAccelerator):
+    """See the top."""
+
+    name = "npu"
+    backend = "hccl"
+    communicator = "holdfast.worker.communicators:Hccl"
+    faults = (
+        FaultRule(fault="npu-memory-error", text=r"HBM.*(multi-?bit|uncorrectable) ECC|507054|507053"),
+        FaultRule(fault="npu-lost", text=r"107020|507899.*device|drv.*device.*(lost|not exist)"),
+        FaultRule(fault="npu-driver-error", text=r"507899|rtDeviceReset.*fail|aclrtSetDevice.*fail"),
+        FaultRule(fault="npu-core-error", text=r"507015|aicore (exception|timeout)|AIC ERROR"),
+        FaultRule(fault="npu-link-error", text=r"EI0002|EI0006|HCCL.*(socket|notify) (timeout|wait)|link down"),
+    )
+
+    def is_available(self) -> bool:
+        """A device that is there and cannot be used is to be found by the check, not passed over."""
+        if importlib.util.find_spec("torch_npu") is None:
+            return False
+        return has_device_files() or bool(self._module().is_available())
+
+    def ailments(self) -> list[Ailment]:
+        """What npu-smi says."""
+        table = tool_output(TABLE)
+        if table is None:
+            silent = has_device_files()
+            return [Ailment(fault="npu-driver-error", text="npu-smi does not answer")] if silent else []
+        return parse_table(table)
+
+    def _module(self) -> Any:
+        import torch_npu  # type: ignore[import-not-found]
+
+        return torch_npu.npu
+
+
+def has_device_files() -> bool:
+    """Whether the driver knows of a device."""
+    return any(path.name.removeprefix("davinci").isdigit() for path in Path("/dev").glob("davinci*"))
+
+
+def parse_table(text: str) -> list[Ailment]:
+    """Of `npu-smi info`: the health of each device that is anything but OK."""
+    rows = [match for line in text.splitlines() if (match := ROW.match(line))]
+    return [
+        Ailment(fault="npu-unhealthy", text=f"npu-smi calls its health {row['health']}", device=int(row["index"]))
+        for row in rows
+        if row["health"] not in GOOD
+    ]

@@ -1,0 +1,75 @@
+"""Kinds of processors by name: those that come with Holdfast, and others by entry points of `holdfast.accelerators`.
+
+An entry point goes before one of ours of the same name. Nothing is imported before it is asked for, and torch is not
+imported by loading a plug-in.
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import EntryPoint, entry_points
+
+from holdfast.checks.accelerators.base import Accelerator
+from holdfast.errors import UsageError
+
+ENTRY_POINTS = "holdfast.accelerators"
+CPU = "cpu"
+BUILT_IN = {
+    "cuda": "holdfast.checks.accelerators.cuda:Cuda",
+    "npu": "holdfast.checks.accelerators.npu:Npu",
+    "xpu": "holdfast.checks.accelerators.xpu:Xpu",
+    "mps": "holdfast.checks.accelerators.mps:Mps",
+    CPU: "holdfast.checks.accelerators.cpu:Cpu",
+}
+"""In the order in which they are looked for; the CPU is always there, and so comes last."""
+
+
+def names() -> tuple[str, ...]:
+    """All that `load` knows, others' first."""
+    return tuple(dict.fromkeys([*(name for name in _plugged() if name != CPU), *BUILT_IN]))
+
+
+def load(name: str) -> Accelerator:
+    """The plug-in of this name. UsageError with a sentence if there is none, or if it cannot be had."""
+    plugged = _plugged()
+    if name not in plugged and name not in BUILT_IN:
+        raise UsageError(
+            f"--accelerator {name}: there is no plug-in of this name, only {', '.join(names())}; others are entry"
+            f" points of the group {ENTRY_POINTS}"
+        )
+    try:
+        made = plugged[name].load()() if name in plugged else resolve(BUILT_IN[name])()
+    except Exception as error:  # somebody else's module may raise anything
+        why = f"{type(error).__name__}: {error}"
+        raise UsageError(f"--accelerator {name}: the plug-in cannot be loaded ({why})") from error
+    if not isinstance(made, Accelerator):
+        raise UsageError(
+            f"--accelerator {name}: {type(made).__name__} is not derived from"
+            " holdfast.checks.accelerators.base.Accelerator"
+        )
+    return made
+
+
+def detect() -> tuple[Accelerator, list[str]]:
+    """The kind of processor this machine has, and a sentence for each plug-in that could not be asked."""
+    problems: list[str] = []
+    for name in names():
+        try:
+            found = load(name)
+            if name == CPU or found.is_available():
+                return found, problems
+        except Exception as error:  # a plug-in must not be the reason why nothing is checked
+            problems.append(f"{name}: {error}")
+    return load(CPU), problems
+
+
+def resolve(path: str) -> type:
+    """The class that `module:Class` names."""
+    module, _, name = path.partition(":")
+    found = getattr(importlib.import_module(module), name)
+    assert isinstance(found, type), f"{path} is not a class"
+    return found
+
+
+def _plugged() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=ENTRY_POINTS)}

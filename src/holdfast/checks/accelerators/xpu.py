@@ -1,0 +1,42 @@
+"""Intel's GPUs, through torch.xpu and the tool xpu-smi. Not run on such a device by this project's tests."""
+
+from __future__ import annotations
+
+import re
+
+from holdfast.checks.accelerators.base import Ailment, FaultRule, tool_output
+from holdfast.checks.accelerators.generic import TorchAccelerator
+
+TABLE = ("xpu-smi", "health", "-l")
+DEVICE = re.compile(r"^\|\s*Device ID\s*\|\s*(?P<index>\d+)")
+STATUS = re.compile(r"^\|\s*\d*\.?\s*(?P<what>[A-Z][\w ]+?)\s*\|\s*Status:\s*(?P<status>\w+)")
+BAD = frozenset({"Warning", "Critical"})
+
+
+class Xpu(TorchAccelerator):
+    """See the top."""
+
+    name = "xpu"
+    backend = "xccl"
+    communicator = "holdfast.worker.communicators:Xccl"
+    faults = (
+        FaultRule(fault="gpu-lost", text=r"UR_RESULT_ERROR_DEVICE_LOST|ZE_RESULT_ERROR_DEVICE_LOST"),
+        FaultRule(fault="gpu-driver-error", text=r"(UR|ZE)_RESULT_ERROR_(UNINITIALIZED|DEVICE_REQUIRES_RESET)"),
+        FaultRule(fault="gpu-memory-error", text=r"GPU HANG|uncorrectable .*memory error"),
+    )
+
+    def ailments(self) -> list[Ailment]:
+        """What xpu-smi says, where it is installed."""
+        return parse_health(tool_output(TABLE) or "")
+
+
+def parse_health(text: str) -> list[Ailment]:
+    """Of `xpu-smi health -l`: whatever is not well, by device."""
+    found, index = [], -1
+    for line in text.splitlines():
+        if device := DEVICE.match(line):
+            index = int(device["index"])
+        elif (row := STATUS.match(line)) and row["status"] in BAD:
+            text_of_it = f"xpu-smi calls its {row['what'].lower()} {row['status'].lower()}"
+            found.append(Ailment(fault="gpu-unhealthy", text=text_of_it, device=index))
+    return found

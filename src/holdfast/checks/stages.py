@@ -1,0 +1,91 @@
+"""The stages of a node alone: its devices and their counters, a matrix multiplication, a copy, its disk.
+
+Whatever a stage raises is a problem of the node, named by the table of the accelerator where that knows the text. A
+device that fails one stage is not asked for the next.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from holdfast.checks.accelerators.base import Accelerator, Device, Work
+from holdfast.checks.disk import check_disk
+from holdfast.checks.measuring import measure
+from holdfast.core.health import TEXT_CHARS_MAX, Problem, Stage, Timing
+
+WRONG_RESULT = "wrong-result"
+CHECK_FAILED = "check-failed"
+
+Found = tuple[list[Timing], list[Problem]]
+
+
+def check_alone(accelerator: Accelerator, directory: Path, workers: int) -> Found:
+    """All stages."""
+    timings, problems = check_disk(directory)
+    try:
+        devices = accelerator.devices()
+        problems += device_problems(accelerator, devices, workers)
+    except Exception as error:  # a driver may raise anything
+        return timings, [*problems, problem_of(accelerator, "device", error)]
+    for device in devices:
+        more_timings, more_problems = check_device(accelerator, device)
+        timings += more_timings
+        problems += more_problems
+    return timings, problems
+
+
+def device_problems(accelerator: Accelerator, devices: list[Device], workers: int) -> list[Problem]:
+    """Those that are there, their memory, and what their counters say."""
+    found = [
+        Problem("device", ailment.fault, ailment.text, ailment.device)
+        for ailment in accelerator.ailments()
+    ]
+    if not devices:
+        found.append(Problem("device", "device-missing", f"torch sees no {accelerator.name} device"))
+    elif accelerator.name != "cpu" and len(devices) < workers:
+        text = f"{workers} workers are to run, but torch sees {len(devices)} {accelerator.name} devices"
+        found.append(Problem("device", "device-missing", text))
+    return [*found, *(problem for device in devices if (problem := memory_problem(accelerator, device)))]
+
+
+def memory_problem(accelerator: Accelerator, device: Device) -> Problem | None:
+    """Somebody else's process on the device."""
+    wanted = device.memory_bytes * accelerator.memory_free_share_min
+    if device.memory_free_bytes >= wanted:
+        return None
+    free, total = device.memory_free_bytes / 2**30, device.memory_bytes / 2**30
+    text = f"only {free:.1f} of {total:.1f} GiB of its memory are free"
+    return Problem("device", "device-memory-taken", text, device.index)
+
+
+def check_device(accelerator: Accelerator, device: Device) -> Found:
+    """The speed of both tasks, and whether they are done right."""
+    timings: list[Timing] = []
+    stages: list[tuple[Stage, Callable[[int], Work]]] = [
+        ("matmul", accelerator.prepare_matmul),
+        ("bandwidth", accelerator.prepare_bandwidth),
+    ]
+    for stage, prepare in stages:
+        try:
+            work = prepare(device.index)
+            timings.append(measure(stage, work.run, device.index))
+            wrong = work.verify()
+        except Exception as error:  # a driver may raise anything
+            return timings, [problem_of(accelerator, stage, error, device.index)]
+        if wrong:
+            return timings, [Problem(stage, WRONG_RESULT, wrong, device.index)]
+    return timings, []
+
+
+def problem_of(accelerator: Accelerator, stage: Stage, error: BaseException, device: int = -1) -> Problem:
+    """An exception as a problem."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return Problem(stage, fault_of(accelerator, text), text[:TEXT_CHARS_MAX], device)
+
+
+def fault_of(accelerator: Accelerator, text: str) -> str:
+    """By the accelerator's table, which may know the text."""
+    rules = [rule for rule in accelerator.faults if rule.text and rule.code is None and not rule.signal]
+    return next((rule.fault for rule in rules if re.search(rule.text, text)), CHECK_FAILED)

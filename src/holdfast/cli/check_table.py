@@ -1,0 +1,56 @@
+"""A check of nodes as a table: which node, which stage, what was measured, what was expected."""
+
+from __future__ import annotations
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from holdfast.core.health import ALONE, PAIRED, Measured, NodeVerdict, Stage
+from holdfast.core.records import NodesChecked
+from holdfast.core.sentences import link_sentence
+from holdfast.core.verdicts import milliseconds
+from holdfast.observe.words import moment, plain
+
+STYLES = {"fit": "green", "slow": "yellow", "unfit": "red"}
+NODES_SHOWN_MAX = 100
+
+
+def check_table(record: NodesChecked) -> list[RenderableType]:
+    """A line above, the table, and a line for each bad link and each node that is not fit."""
+    head = f"check of {moment(record.at)} ({plain(record.why)}): {record.took_s:.1f} s, {plain(record.accelerator)}"
+    bad = [verdict for verdict in record.nodes if verdict.fitness != "fit"]
+    lines = [Text(plain(f"  {v.node_id}: {v.why}"), style=STYLES[v.fitness]) for v in bad]
+    lines += [Text(plain(f"  {link_sentence(link)}"), style="yellow") for link in record.links]
+    return [Text(head), _table(record), *lines]
+
+
+def _table(record: NodesChecked) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for column in ("node", "verdict", *ALONE, *PAIRED):
+        table.add_column(column)
+    expected = {norm.stage: milliseconds(norm.expected_s) for norm in record.norms}
+    table.add_row("expected", "", *(expected.get(stage, "-") for stage in (*ALONE, *PAIRED)), style="dim")
+    worst_first = sorted(record.nodes, key=lambda verdict: verdict.fitness == "fit")
+    for verdict in worst_first[:NODES_SHOWN_MAX]:
+        table.add_row(plain(verdict.node_id), _verdict(verdict), *(_cell(verdict, s) for s in (*ALONE, *PAIRED)))
+    if len(record.nodes) > NODES_SHOWN_MAX:
+        table.add_row(f"and {len(record.nodes) - NODES_SHOWN_MAX} more")
+    return table
+
+
+def _verdict(verdict: NodeVerdict) -> Text:
+    left_out = ", left out" if verdict.is_left_out else ""
+    return Text(f"{verdict.fitness}{left_out}", style=STYLES[verdict.fitness])
+
+
+def _cell(verdict: NodeVerdict, stage: Stage) -> Text:
+    found = next((value for value in verdict.measured if value.stage == stage), None)
+    if found is None:
+        failed = any(problem.stage == stage for problem in verdict.problems)
+        return Text("failed", style="red") if failed else Text("-")
+    return Text(_value(found), style="yellow" if found.is_slow else "")
+
+
+def _value(value: Measured) -> str:
+    return f"{milliseconds(value.value_s)} ({value.times:.2f}×)"

@@ -1,0 +1,151 @@
+"""The collectives of two nodes: how long an all-gather of a little and an all-reduce of much take, and whether they are
+right. Each device with its counterpart, one after the other.
+
+How often each is repeated the two agree on by a collective of their own, as both must do the same; what takes as long
+as a whole stage should is not repeated. A watchdog frees whoever hangs.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import AllreduceOptions, PrefixStore, ReduceOp, Store
+
+from holdfast.checks.accelerators.base import Accelerator
+from holdfast.checks.measuring import BLOCKS, timing_of
+from holdfast.checks.stages import WRONG_RESULT, problem_of
+from holdfast.core.health import CheckTask, Problem, Stage, Timing
+from holdfast.worker.communicators import Communicator, of_accelerator
+from holdfast.worker.sockets import Mesh
+
+GATHERED_BYTES = 64 * 2**10
+"""Little: what it takes is mostly the way there and back."""
+REDUCED_BYTES = 4 * 2**20
+"""Much: what it takes is mostly the width of the way."""
+BLOCK_S = 0.06
+REPEATS_MAX = 100
+ENOUGH_S = 0.5
+"""One that takes this long needs no repetition: it is slow."""
+SIZE = 2
+
+
+class Pairing:
+    """One task."""
+
+    def __init__(self, accelerator: Accelerator, store: Store, task: CheckTask, timeout: timedelta) -> None:
+        self._accelerator, self._task, self._timeout = accelerator, task, timeout
+        self._store = PrefixStore(f"{task.checkup}/{task.round}", store)
+        self._mesh = Mesh()
+
+    def measure(self) -> tuple[list[Timing], list[Problem]]:
+        """Of all devices that both have."""
+        timings: list[Timing] = []
+        for device in range(self._count_devices()):
+            try:
+                timings += self._measure_device(device)
+            except WrongResultError as wrong:
+                return timings, [Problem(wrong.stage, WRONG_RESULT, str(wrong), device)]
+            except Exception as error:  # of torch or a vendor's library, and it ends this pair
+                with_whom = f"with {self._task.partner}: "
+                problem = problem_of(self._accelerator, "all-reduce", error)
+                return timings, [Problem(problem.stage, problem.fault, with_whom + problem.text)]
+        return timings, []
+
+    def _count_devices(self) -> int:
+        own = len(self._accelerator.devices())
+        rank = self._task.rank
+        self._store.set(f"devices/{rank}", str(own))
+        other = f"devices/{1 - rank}"
+        self._store.wait([other], self._timeout)
+        return min(own, int(self._store.get(other)))
+
+    def _measure_device(self, device: int) -> list[Timing]:
+        communicator = of_accelerator(self._accelerator.name)()
+        store = PrefixStore(str(device), self._store)
+        group = communicator.make(store, self._task.rank, SIZE, self._timeout, self._mesh)
+        watchdog = threading.Timer(self._timeout.total_seconds(), self._free, (communicator, group))
+        watchdog.daemon = True
+        watchdog.start()
+        try:
+            return list(Collectives(self._accelerator, group, self._task.rank, device).measure())
+        finally:
+            watchdog.cancel()
+            self._mesh.shut(unknown=False)
+            threading.Thread(target=communicator.drop, args=(group,), daemon=True).start()
+
+    def _free(self, communicator: Communicator, group: Any) -> None:
+        self._mesh.shut()
+        communicator.free(group)
+
+
+class WrongResultError(Exception):
+    """A collective that came through, with other numbers than it should have."""
+
+    def __init__(self, stage: Stage, text: str) -> None:
+        super().__init__(text)
+        self.stage = stage
+
+
+class Collectives:
+    """On one device of each."""
+
+    def __init__(self, accelerator: Accelerator, group: Any, rank: int, device: int) -> None:
+        self._accelerator, self._group, self._rank, self._device = accelerator, group, rank, device
+        little = accelerator.tensor(device, GATHERED_BYTES)
+        self._own = little * (rank + 1)
+        self._gathered = [little.clone(), little.clone()]
+        self._much = accelerator.tensor(device, REDUCED_BYTES)
+        self._agreed = accelerator.tensor(device, 4)
+
+    def measure(self) -> list[Timing]:
+        """Both stages."""
+        gather = self._stage("all-gather", self._gather)
+        reduce = self._stage("all-reduce", self._reduce)
+        self._verify()
+        return [gather, reduce]
+
+    def _stage(self, stage: Stage, work: Callable[[], None]) -> Timing:
+        first_s = self._agree(work)
+        one_s = first_s if first_s > ENOUGH_S else self._agree(work)
+        if one_s > ENOUGH_S:
+            return timing_of(stage, [one_s], self._device)
+        repeats = max(1, min(REPEATS_MAX, int(BLOCK_S / one_s)))
+        times = []
+        for _ in range(BLOCKS):
+            began_at = time.perf_counter()
+            for _ in range(repeats):
+                work()
+            times.append((time.perf_counter() - began_at) / repeats)
+        return timing_of(stage, times, self._device)
+
+    def _agree(self, work: Callable[[], None]) -> float:
+        """How long one takes: by the slower of the two."""
+        began_at = time.perf_counter()
+        work()
+        self._agreed.fill_(time.perf_counter() - began_at)
+        options = AllreduceOptions()
+        options.reduceOp = ReduceOp.MAX  # type: ignore[assignment]  # torch's stub knows the class only
+        self._group.allreduce([self._agreed], options).wait()
+        self._accelerator.synchronize(self._device)
+        return max(float(self._agreed[0]), 1e-6)
+
+    def _gather(self) -> None:
+        self._group.allgather([self._gathered], [self._own]).wait()
+        self._accelerator.synchronize(self._device)
+
+    def _reduce(self) -> None:
+        self._much.fill_(self._rank + 1)
+        self._group.allreduce([self._much], AllreduceOptions()).wait()
+        self._accelerator.synchronize(self._device)
+
+    def _verify(self) -> None:
+        for rank, found in enumerate(self._gathered):
+            if not bool(torch.all(found == rank + 1)):
+                raise WrongResultError("all-gather", "gathered numbers are not those that were sent")
+        if not bool(torch.all(self._much == 3)):  # 1 + 2
+            raise WrongResultError("all-reduce", "the sum is wrong")

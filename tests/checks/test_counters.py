@@ -1,0 +1,166 @@
+"""What the vendors' tools print, and what is made of it. The texts have the shape of what the tools print."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from holdfast.checks.accelerators import cpu, cuda, npu, registry, xpu
+from holdfast.checks.accelerators.base import Accelerator, Ailment, tool_output
+from holdfast.checks.stages import fault_of
+
+HEALTHY_GPUS = """\
+0, 0, No, No, No, 16, 16
+1, 0, No, No, No, 16, 16
+"""
+SICK_GPUS = """\
+0, 0, No, No, No, 16, 16
+1, 3, No, No, No, 16, 16
+2, [N/A], [N/A], [N/A], [N/A], 16, 16
+3, 0, Yes, No, No, 16, 16
+4, 0, No, Yes, No, 16, 16
+5, 0, No, No, No, 8, 16
+Unable to determine the device handle for GPU6: 0000:C1:00.0: GPU is lost.
+"""
+KERNEL_LOG = """\
+[ 1021.332211] NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.
+[ 1021.332299] NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.
+[ 2400.000001] NVRM: Xid (PCI:0000:5e:00): 13, pid=4211, name=python, Graphics Exception: Shader Program Header
+[ 2401.000001] NVRM: Xid (PCI:0000:5e:00): 94, pid=4211, name=python, Contained: SM (0x1). RST: No, D-RST: No
+[ 2500.000000] usb 1-1: new high-speed USB device number 2
+"""
+NPU_TABLE = """\
++------------------------------------------------------------------------------------------------+
+| npu-smi 23.0.rc3                 Version: 23.0.rc3                                             |
++---------------------------+---------------+----------------------------------------------------+
+| NPU   Name                | Health        | Power(W)    Temp(C)           Hugepages-Usage(page)|
+| Chip                      | Bus-Id        | AICore(%)   Memory-Usage(MB)  HBM-Usage(MB)        |
++===========================+===============+====================================================+
+| 0     910B3               | OK            | 94.0        37                0    / 0             |
+| 0                         | 0000:C1:00.0  | 0           0    / 0          3306 / 65536         |
++===========================+===============+====================================================+
+| 1     910B3               | Alarm         | 94.7        38                0    / 0             |
+| 0                         | 0000:01:00.0  | 0           0    / 0          3306 / 65536         |
++===========================+===============+====================================================+
+"""
+XPU_HEALTH = """\
++------------------------------+-------------------------------------------------------------------+
+| Device ID                    | 1                                                                 |
++------------------------------+-------------------------------------------------------------------+
+| 1. GPU Core Temperature      | Status: Ok                                                        |
+|                              | Description: All temperature sensors are healthy.                 |
+| 3. GPU Memory                | Status: Critical                                                  |
++------------------------------+-------------------------------------------------------------------+
+"""
+
+
+def by_device(ailments: list[Ailment]) -> dict[int, str]:
+    return {ailment.device: ailment.fault for ailment in ailments}
+
+
+def test_healthy_gpus_have_no_ailments() -> None:
+    assert cuda.parse_counters(HEALTHY_GPUS) == []
+
+
+def test_what_nvidia_smi_counts_is_told_by_gpu() -> None:
+    found = cuda.parse_counters(SICK_GPUS)
+    memory = dict.fromkeys((1, 3, 4), "gpu-memory-error")
+    assert by_device(found) == memory | {5: "gpu-link-error"}
+    assert found[0].text == "3 uncorrectable memory errors"
+    assert found[-1].text == "its PCIe link has 8 of 16 lanes"
+
+
+def test_xids_of_hardware_are_told_once_and_those_of_programs_are_not() -> None:
+    found = cuda.parse_xids(KERNEL_LOG)
+    assert [(ailment.fault, ailment.text) for ailment in found] == [
+        ("gpu-lost", "Xid 79 on 0000:3b:00: the GPU has fallen off the bus"),
+        ("gpu-memory-error", "Xid 94 on 0000:5e:00: a contained memory error"),
+    ]
+
+
+def test_an_npu_whose_health_is_not_ok_is_told() -> None:
+    assert by_device(npu.parse_table(NPU_TABLE)) == {1: "npu-unhealthy"}
+
+
+def test_what_xpu_smi_finds_is_told_by_device() -> None:
+    (found,) = xpu.parse_health(XPU_HEALTH)
+    assert (found.device, found.text) == (1, "xpu-smi calls its gpu memory critical")
+
+
+def test_memory_controllers_that_count_uncorrectable_errors_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, count in (("mc0", "0\n"), ("mc1", "2\n")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "ue_count").write_text(count)
+    monkeypatch.setattr(cpu, "ERROR_COUNTS", tmp_path)
+    assert [ailment.text for ailment in cpu.Cpu().ailments()] == ["2 uncorrectable errors of memory controller mc1"]
+
+
+@pytest.mark.parametrize("text", ["", "\x00\xff", "1,2", "a, b, c, d, e, f, g", "| 1 |\n" * 1_000])
+def test_what_is_not_understood_says_nothing(text: str) -> None:
+    assert not cuda.parse_counters(text) and not cuda.parse_xids(text)
+    assert not npu.parse_table(text) and not xpu.parse_health(text)
+
+
+def test_a_tool_that_is_missing_fails_or_hangs_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.checks.accelerators.base.TOOL_TIMEOUT_S", 0.1)
+    assert tool_output(["no-such-tool-of-any-vendor"]) is None
+    assert tool_output(["false"]) is None
+    assert tool_output(["sleep", "60"]) is None
+    assert tool_output(["echo", "well"]) == "well\n"
+
+
+# --- the tables of faults
+
+
+@pytest.mark.parametrize("name", registry.BUILT_IN)
+def test_every_table_is_sound(name: str) -> None:
+    accelerator = registry.load(name)
+    assert accelerator.name == name and accelerator.backend
+    for rule in accelerator.faults:
+        assert rule.fault and re.compile(rule.text)
+        assert rule.code is not None or rule.signal or rule.exception or rule.text, "a row that fits everything"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "fault"),
+    [
+        ("cuda", "RuntimeError: CUDA error: uncorrectable ECC error encountered", "gpu-memory-error"),
+        ("cuda", "AcceleratorError: CUDA error: unspecified launch failure", "gpu-driver-error"),
+        ("cuda", "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus", "gpu-lost"),
+        ("npu", "RuntimeError: ACL stream synchronize failed, error code:507015", "npu-core-error"),
+        ("xpu", "RuntimeError: level_zero backend failed with error: 20 (UR_RESULT_ERROR_DEVICE_LOST)", "gpu-lost"),
+        ("cpu", "mce: [Hardware Error]: CPU 3: Machine Check: 0 Bank 5", "cpu-machine-check"),
+        ("cuda", "ValueError: boom", "check-failed"),
+    ],
+)
+def test_a_text_that_means_hardware_is_named(name: str, text: str, fault: str) -> None:
+    assert fault_of(registry.load(name), text) == fault
+
+
+def test_the_exit_codes_of_gpus_are_in_the_table() -> None:
+    codes = {rule.code: rule.fault for rule in registry.load("cuda").faults if rule.code is not None}
+    assert codes == {
+        14: "gpu-inforom-corrupted",
+        128: "gpu-unknown-device",
+        201: "gpu-driver-error",
+        202: "gpu-residual-processes",
+    }
+
+
+def test_loading_a_plug_in_does_not_import_torch() -> None:
+    import subprocess
+    import sys
+
+    program = (
+        "import sys; from holdfast.checks.accelerators import registry;"
+        " [registry.load(name).faults for name in registry.BUILT_IN]; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_every_built_in_is_an_accelerator() -> None:
+    assert all(isinstance(registry.load(name), Accelerator) for name in registry.names())

@@ -1,0 +1,336 @@
+"""Checks of nodes in the core: when they are due, who takes part in the view afterwards, what a restart forgets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pytest
+
+from core.world import World, only, tags
+from holdfast.core import orders as o
+from holdfast.core import records as r
+from holdfast.core.checkup import ALONE_TIMEOUT_S, EXIT_UNFIT, PAIR_TIMEOUT_S
+from holdfast.core.faults import Exited, Signalled
+from holdfast.core.health import ALONE, PAIRED, CheckResult, CheckTask, Problem, Timing
+from holdfast.core.state import Awaited, Fit, LeftOut, Slow, Unfit
+
+WRONG = (Problem("matmul", "wrong-result", "the product is wrong", 0),)
+PIECE_S = 0.01
+SEGFAULT = Signalled(11, "SIGSEGV")
+
+
+class Clinic(World):
+    """A world whose nodes do what they are told in a check: `times` as slow as others, or with a wrong result."""
+
+    def __init__(self, *, nodes: tuple[int, int], **settings: Any) -> None:
+        super().__init__(nodes=nodes, node_check=True, **settings)
+        self.times: dict[str, float] = {}
+        self.links: dict[frozenset[str], float] = {}
+        self.wrong: set[str] = set()
+        self.mute: set[str] = set()
+        """Nodes that never answer."""
+        self.answered: set[tuple[str, str, int]] = set()
+        self.tasks: list[tuple[str, CheckTask]] = []
+
+    def open_tasks(self) -> list[tuple[str, CheckTask]]:
+        found = []
+        for node_id in self.lives:
+            order = self.told.get(self.life(node_id))
+            task = order.check if isinstance(order, o.Hold) and node_id not in self.mute else None
+            if task and (self.life(node_id), task.checkup, task.round) not in self.answered:
+                found.append((node_id, task))
+        return found
+
+    def play(self) -> list[r.Record]:
+        """Until nobody has anything to do."""
+        happened: list[r.Record] = []
+        while tasks := self.open_tasks():
+            for node_id, task in tasks:
+                self.tasks.append((node_id, task))
+                self.answered.add((self.life(node_id), task.checkup, task.round))
+                happened += self.do(self.examined(node_id, self.result(node_id, task))).records
+        return happened
+
+    def result(self, node_id: str, task: CheckTask) -> CheckResult:
+        if task.kind == "pair":
+            link = self.links.get(frozenset((node_id, task.partner)), 1.0)
+            if link == float("inf"):
+                return CheckResult(problems=(Problem("all-reduce", "check-failed", "no route"),))
+            times = max(self.times.get(node_id, 1.0), self.times.get(task.partner, 1.0)) * link
+            return CheckResult(timings=tuple(Timing(stage, times * PIECE_S, 0.001) for stage in PAIRED))
+        if task.kind == "ready":
+            return CheckResult(store_port=29_900)
+        timings = tuple(Timing(stage, self.times.get(node_id, 1.0) * PIECE_S, 0.001) for stage in ALONE)
+        return CheckResult(timings=timings, problems=WRONG if node_id in self.wrong else (), store_port=29_900)
+
+    def come(self, *node_ids: str, **info: Any) -> list[r.Record]:
+        """They join, and what follows is played to its end."""
+        happened = self.do(*(self.hello(node_id, **info) for node_id in node_ids)).records
+        happened += self.play()
+        happened += self.wait(self.settings.settle_s)
+        return happened + self.play()
+
+    def health(self) -> dict[str, type]:
+        return {node_id: type(node.health) for node_id, node in self.job.nodes.items()}
+
+    def checked(self) -> list[r.NodesChecked]:
+        return [record for record in self.history if isinstance(record, r.NodesChecked)]
+
+
+def clinic(least: int, most: int = 0, *, times: Mapping[str, float] | None = None, **settings: Any) -> Clinic:
+    made = Clinic(nodes=(least, most or least), **settings)
+    made.times = dict(times or {})
+    return made
+
+
+def kinds(tasks: Iterable[tuple[str, CheckTask]]) -> list[str]:
+    return [task.kind for _, task in tasks]
+
+
+def test_nodes_are_checked_before_the_first_view() -> None:
+    world = clinic(3)
+    world.do(world.hello("a"), world.hello("b"), world.hello("c"))
+    assert world.gathering and len(world.open_tasks()) == 3, "on machines of their own all are examined at once"
+    world.play()
+    assert world.serving and world.members == ["a", "b", "c"]
+    assert set(world.health().values()) == {Fit}
+    record = only(world.history, r.NodesChecked)
+    assert record.why == "before the job" and {norm.stage for norm in record.norms} == {*ALONE, *PAIRED}
+    assert kinds(world.tasks) == ["alone"] * 3 + ["pair"] * 6, "everybody with everybody"
+
+
+def test_nodes_of_one_machine_are_examined_one_after_the_other() -> None:
+    world = clinic(3)
+    world.do(*(world.hello(node_id, machine_id="same") for node_id in "abc"))
+    assert [node_id for node_id, _ in world.open_tasks()] == ["a"]
+    world.play()
+    assert world.serving
+
+
+def test_without_the_flag_nothing_is_checked() -> None:
+    world = World(nodes=(2, 2))
+    world.gather("a", "b")
+    assert "checkup-began" not in tags(world.history)
+
+
+def test_a_node_with_a_wrong_result_takes_no_part_and_the_job_waits_for_another() -> None:
+    world = clinic(2)
+    world.wrong = {"b"}
+    world.come("a", "b")
+    assert world.gathering and world.health() == {"a": Fit, "b": Unfit}
+    assert "failed its check" in world.told["b.1"].why  # type: ignore[union-attr]
+    world.come("c")
+    assert world.serving and world.members == ["a", "c"]
+    assert [task.kind for node_id, task in world.tasks if node_id == "a"].count("alone") == 1, "a is not asked again"
+
+
+def test_a_job_that_lacks_nodes_says_which_failed_their_check() -> None:
+    world = clinic(2)
+    world.wrong = {"b"}
+    world.come("a", "b")
+    world.wait(world.settings.join_timeout_s)
+    assert world.finished
+    assert "failed their check: b (matmul check: device 0: the product is wrong)" in world.finished.why
+
+
+def test_a_slow_node_takes_part_unless_stragglers_are_to_be_left_out() -> None:
+    kept = clinic(3, times={"b": 2.0})
+    kept.come("a", "b", "c")
+    assert kept.members == ["a", "b", "c"] and kept.health()["b"] is Slow
+    left = clinic(2, 3, times={"b": 2.0}, exclude_straggler=True)
+    left.come("a", "b", "c")
+    assert left.members == ["a", "c"] and left.health()["b"] is LeftOut
+    assert only(left.history, r.NodesChecked).nodes[1].is_left_out
+
+
+def test_the_minimum_holds_and_the_slowest_goes_first() -> None:
+    world = clinic(3, 4, times={"b": 2.0, "c": 3.0}, exclude_straggler=True)
+    world.come("a", "b", "c", "d", "e")
+    assert world.health() == {"a": Fit, "b": LeftOut, "c": LeftOut, "d": Fit, "e": Fit}
+    tight = clinic(4, times={"b": 2.0, "c": 3.0}, exclude_straggler=True)
+    tight.come("a", "b", "c", "d", "e")
+    assert tight.health()["c"] is LeftOut and tight.health()["b"] is Slow
+
+
+def test_a_node_that_was_left_out_is_taken_in_when_the_minimum_needs_it() -> None:
+    world = clinic(2, 3, times={"b": 2.0}, exclude_straggler=True)
+    world.come("a", "b", "c")
+    world.start_all()
+    assert world.members == ["a", "c"]
+    world.do(world.silent("c"))
+    world.wait(1.0)
+    assert world.serving and world.members == ["a", "b"]
+    assert only(world.history, r.NodeReadmitted).node_id == "b"
+
+
+def test_an_end_of_a_broken_link_is_left_out_while_the_minimum_holds() -> None:
+    world = clinic(2, 3)
+    world.links = {frozenset("ab"): float("inf")}
+    world.come("a", "b", "c")
+    record = only(world.history, r.NodesChecked)
+    assert [(link.first, link.second, link.state) for link in record.links] == [("a", "b", "broken")]
+    assert not [v for v in record.nodes if v.fitness != "fit"], "no node is to blame"
+    assert world.members == ["a", "c"] and world.health()["b"] is LeftOut
+
+
+def test_one_that_joins_later_is_checked_with_the_help_of_those_that_stand_by() -> None:
+    world = clinic(2, 2, spare_nodes=2)
+    world.come("a", "b")
+    world.start_all()
+    world.come("c")
+    assert world.health()["c"] is Fit and world.view_number == 1, "the others train on"
+    assert "pair" not in kinds(task for task in world.tasks if task[0] == "c"), "there was nobody to try it with"
+    world.links = {frozenset("cd"): 2.0}
+    world.come("d")
+    assert [t.partner for n, t in world.tasks if n == "d" and t.kind == "pair"] == ["c"] * 3, "slow: tried again"
+    assert [(link.first, link.second) for link in world.checked()[-1].links] == [("c", "d")]
+    world.times["e"] = 2.0
+    world.come("e")
+    assert world.health()["e"] is Slow, "slower than those that were checked before"
+
+
+def test_one_that_joins_a_running_job_takes_part_only_after_its_check() -> None:
+    world = clinic(1, 2)
+    world.come("a")
+    world.start_all()
+    world.do(world.hello("b"))
+    world.wait(5.0)
+    assert world.members == ["a"]
+    world.play()
+    world.wait(world.settings.settle_s)
+    assert world.members == ["a", "b"]
+
+
+def test_a_node_that_comes_back_is_checked_again() -> None:
+    world = clinic(2)
+    world.come("a", "b")
+    world.start_all()
+    world.do(world.broke("b"))
+    world.wait(1.0)
+    world.next_life("b")
+    world.come("b")
+    assert world.members == ["a", "b"] and len(world.checked()) == 2
+    assert [verdict.node_id for verdict in world.checked()[1].nodes] == ["b"], "only the one that was away"
+
+
+def test_spares_are_checked_again_while_they_stand_by() -> None:
+    world = clinic(1, 1, spare_nodes=1, spare_check_interval_s=100.0)
+    world.come("a", "b")
+    world.start_all()
+    assert world.members == ["a"]
+    world.wrong = {"b"}
+    world.wait(101.0)
+    world.play()
+    assert world.health() == {"a": Fit, "b": Unfit} and world.checked()[-1].why == "standing by"
+
+
+@pytest.mark.parametrize(("end", "is_checked"), [(SEGFAULT, True), (Exited(201), True), (Exited(1), False)])
+def test_after_a_fault_only_the_suspect_is_checked(end: Any, is_checked: bool) -> None:
+    world = clinic(3)
+    world.come("a", "b", "c")
+    world.start_all()
+    world.tasks.clear()
+    world.do(world.failed("b", end=end), world.failed("a", collateral=True))
+    world.play()
+    world.wait(1.0)
+    assert world.serving and world.view_number == 2 and world.members == ["a", "b", "c"]
+    assert {n for n, t in world.tasks if t.kind == "alone"} == ({"b"} if is_checked else set())
+    assert bool(world.tasks) == is_checked
+    if is_checked:
+        assert {n for n, t in world.tasks if t.kind == "ready"} == {"a", "c"}, "as partners"
+
+
+def test_a_suspect_that_is_broken_does_not_come_back() -> None:
+    world = clinic(2, 3)
+    world.come("a", "b", "c")
+    world.start_all()
+    world.wrong = {"b"}
+    world.do(world.failed("b", end=SEGFAULT))
+    world.play()
+    world.wait(1.0)
+    assert world.serving and world.members == ["a", "c"]
+    assert [i.cause for i in world.job.incidents] == [] and world.start_all()
+    assert "SIGSEGV" in world.job.incidents[-1].cause
+
+
+def test_a_node_that_does_not_answer_is_unfit_after_a_while() -> None:
+    world = clinic(2)
+    world.mute = {"b"}
+    world.do(world.hello("a"), world.hello("b"), world.hello("c"))
+    world.play()
+    world.wait(ALONE_TIMEOUT_S)
+    world.play()
+    assert world.health() == {"a": Fit, "b": Unfit, "c": Fit} and world.members == ["a", "c"]
+    assert "no answer" in world.job.nodes["b"].health.why  # type: ignore[union-attr]
+
+
+def test_a_node_that_falls_mute_in_the_pairs_is_blamed_and_its_partners_are_not() -> None:
+    world = clinic(3)
+    world.do(*(world.hello(node_id) for node_id in "abcd"))
+    for node_id, task in world.open_tasks():
+        world.answered.add((world.life(node_id), task.checkup, task.round))
+        world.do(world.examined(node_id, world.result(node_id, task)))
+    world.mute = {"b"}
+    for _ in range(12):
+        world.play()
+        world.wait(PAIR_TIMEOUT_S)
+    assert world.health() == {"a": Fit, "b": Unfit, "c": Fit, "d": Fit} and world.serving
+
+
+def test_a_node_that_dies_in_a_check_is_left_behind() -> None:
+    world = clinic(2, 3)
+    world.do(world.hello("a"), world.hello("b"), world.hello("c"))
+    world.do(world.broke("b"))
+    world.wait(1.0)
+    world.play()
+    assert world.members == ["a", "c"]
+    assert [verdict.node_id for verdict in only(world.history, r.NodesChecked).nodes] == ["a", "c"]
+
+
+def test_when_all_of_a_check_are_gone_it_is_given_up() -> None:
+    world = clinic(1)
+    world.do(world.hello("a"))
+    world.do(world.broke("a"))
+    world.wait(1.0)
+    assert world.job.checkup is None and "checkup-dropped" in tags(world.history)
+
+
+def test_a_master_that_takes_over_begins_the_check_anew_and_old_results_count_for_nothing() -> None:
+    world = clinic(2)
+    world.do(world.hello("a"), world.hello("b"))
+    stale = world.examined("a", CheckResult(problems=WRONG))
+    world.restart_master()
+    world.reconnect_all()
+    world.do(stale)
+    world.play()
+    assert world.serving and world.health() == {"a": Fit, "b": Fit}
+
+
+def test_verdicts_survive_a_restart_of_the_master() -> None:
+    world = clinic(2, 3)
+    world.wrong = {"b"}
+    world.come("a", "b", "c")
+    world.restart_master()
+    world.reconnect_all()
+    assert world.health() == {"a": Fit, "b": Unfit, "c": Fit} and len(world.checked()) == 1
+
+
+def test_a_result_that_was_not_asked_for_changes_nothing() -> None:
+    world = clinic(2)
+    world.do(world.hello("a"), world.hello("b"))
+    event = world.examined("a", CheckResult())
+    world.do(event)
+    assert not world.do(event).records
+    assert isinstance(world.job.nodes["a"].health, Awaited)
+
+
+def test_a_check_alone_ends_with_its_outcome() -> None:
+    good = clinic(2, check_only=True)
+    good.come("a", "b")
+    assert good.finished and good.finished.exit_code == 0
+    bad = clinic(2, check_only=True)
+    bad.wrong = {"b"}
+    bad.come("a", "b")
+    assert bad.finished and bad.finished.exit_code == EXIT_UNFIT and "bad nodes: b" in bad.finished.why
+    assert "a" not in bad.finished.why.replace("bad", "")

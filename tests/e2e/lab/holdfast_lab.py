@@ -1,0 +1,47 @@
+"""A processor for tests: the CPU, with faults that the environment of a node asks for.
+
+    LAB_WRONG=1            the product has one wrong number
+    LAB_COUNTERS=FILE      a source of counters, as nvidia-smi prints them
+    LAB_SLOW=SECONDS       each multiplication takes longer
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from holdfast.checks.accelerators.base import Ailment, Work
+from holdfast.checks.accelerators.cpu import Cpu
+from holdfast.checks.accelerators.cuda import parse_counters
+from holdfast.checks.accelerators.generic import Matmul
+
+
+class Faulty(Matmul):
+    def run(self) -> None:
+        super().run()
+        time.sleep(float(os.environ.get("LAB_SLOW", "0")))
+
+    def verify(self) -> str:
+        if os.environ.get("LAB_WRONG"):
+            self.product[3, 4] += 1.0
+        return super().verify()
+
+
+class Lab(Cpu):
+    name = "lab"
+    communicator = "holdfast.worker.communicators:Gloo"
+    matmul_size = 256
+    copy_bytes = 16 * 2**20
+
+    def prepare_matmul(self, index: int) -> Work:
+        return Faulty(self, index, self.matmul_size)
+
+    def ailments(self) -> list[Ailment]:
+        source = os.environ.get("LAB_COUNTERS")
+        return parse_counters(Path(source).read_text()) if source else []
+
+    def torch_device(self, index: int) -> object:
+        import torch
+
+        return torch.device("cpu")

@@ -1,0 +1,166 @@
+"""Node checks of real processes: the right node or link is named, no good one is, and the job runs without the bad.
+
+These nodes share one machine, with each other and with other tests. So a good one may be called slow now and then, and
+rightly; what is broken is broken whatever the load, and what is far slower than the others is the slowest.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from e2e.hosts import LINK, hosts, lose_between, why_not
+from e2e.jobs import SCRIPTS, AgentProcess, Journal, Place, free_port, marker, wait_for
+from e2e.plug_ins import install_lab, install_project
+from holdfast.core.checkup import EXIT_UNFIT
+from holdfast.core.health import NodeVerdict
+from holdfast.core.records import NodeJoined, NodesChecked, NodeSuspected, ViewFormed
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "processors.md"
+CHECK = (sys.executable, "-m", "holdfast", "check", "--log-format", "json")
+CGROUP = Path("/sys/fs/cgroup/cpu")
+NO_HOSTS = why_not()
+TOKEN = "the token of a check across several hosts"
+GATHER = ("--settle", "60")
+"""A check begins when all nodes are there, not before."""
+DONE = str(SCRIPTS / "nothing.py")
+"""A program that ends well at once: these tests are about what comes before it."""
+SICK = "0, 7, No, No, No, 16, 16\n"
+"""As nvidia-smi counts: seven uncorrectable errors."""
+
+
+def verdicts(journal: Journal) -> dict[str, NodeVerdict]:
+    return {verdict.node_id: verdict for verdict in journal.wait_for(NodesChecked).nodes}
+
+
+def members(journal: Journal) -> set[str]:
+    return {member.node_id for member in journal.wait_for(ViewFormed).view.members}
+
+
+class Nodes(Place):
+    """Agents on loopback, with the lab's processor."""
+
+    def __init__(self, directory: Path, *flags: str) -> None:
+        super().__init__(directory)
+        self.lab, self.port, self.flags = install_lab(directory), free_port(), flags
+
+    def node(self, name: str, *program: str, **faults: str) -> AgentProcess:
+        meet = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-id", "job")
+        words = (*meet, *GATHER, "--node-check", "--accelerator", "lab", *self.flags, "--node-id", name)
+        return self.start(*words, *(program or (DONE,)), env=self.lab | faults)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+def test_the_example_of_the_documentation_is_installed_and_checks_this_machine(tmp_path: Path, place: Place) -> None:
+    project = tmp_path / "project"
+    project.mkdir()
+    for name, text in re.findall(r"<!-- file: (\S+) -->\n```\w+\n(.*?)^```", DOCUMENT.read_text(), re.M | re.S):
+        (project / name).write_text(text)
+    found = install_project(project, tmp_path / "site")
+    tool = f"{sys.executable} -c print('device_1:_0_uncorrectable'.replace('_',chr(32)))"
+    env = found | {"XXXX_DEVICES": "2", "XXXX_TOOL": tool}
+    agent = place.start(env=env, command=CHECK)  # it is found without being named
+    assert agent.wait() == 0, agent.stderr
+    (verdict,) = verdicts(place.journal).values()
+    assert verdict.fitness == "fit" and {m.stage for m in verdict.measured} == {"matmul", "bandwidth", "disk"}
+    assert place.journal.of(NodesChecked)[0].accelerator == "xxxx"
+    assert "matmul" in agent.stdout and "fit" in agent.stdout, "the table"
+
+    sick = place.start(env=env | {"XXXX_TOOL": tool.replace("_0_", "_5_")}, command=(*CHECK, "--rdzv-id", "sick"))
+    assert sick.wait() == EXIT_UNFIT
+    assert "5 uncorrectable memory errors" in sick.stdout and "unfit" in sick.stdout
+
+
+def test_of_five_nodes_two_are_broken_and_the_job_runs_on_the_others(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, "--nnodes", "3:5")
+    counters = tmp_path / "counters"
+    counters.write_text(SICK)
+    faults = {"b": {"LAB_WRONG": "1"}, "d": {"LAB_COUNTERS": str(counters)}}
+    agents = [nodes.node(name, **faults.get(name, {})) for name in "abcde"]
+    found = verdicts(nodes.journal)
+    assert {node_id for node_id, verdict in found.items() if verdict.fitness == "unfit"} == {"b", "d"}
+    assert "the product is wrong in 1 of 256 rows (3)" in found["b"].why
+    assert "7 uncorrectable memory errors" in found["d"].why
+    assert members(nodes.journal) == {"a", "c", "e"}
+    assert [agent.wait() for agent in agents] == [0] * 5
+    assert "b is unfit" in "".join(agent.stderr for agent in agents), "it is said, too"
+
+
+@pytest.fixture
+def quota() -> Iterator[Path]:
+    """A control group that may have a twentieth of a processor: less than its share of a busy machine."""
+    if not os.access(CGROUP / "cgroup.procs", os.W_OK) or not (CGROUP / "cpu.cfs_quota_us").exists():
+        pytest.skip("no control groups (v1) for the processor here")
+    group = CGROUP / f"holdfast-{marker()}"
+    group.mkdir()
+    (group / "cpu.cfs_quota_us").write_text("5000")
+    yield group
+    for pid in (group / "cgroup.procs").read_text().split():
+        (CGROUP / "cgroup.procs").write_text(pid)
+    group.rmdir()
+
+
+def test_a_node_with_a_share_of_a_processor_is_named_and_left_out(tmp_path: Path, quota: Path) -> None:
+    nodes = Nodes(tmp_path, "--nnodes", "2:3", "--exclude-straggler")
+    agents = [nodes.node(name) for name in "ab"]
+    wait_for(lambda: len(nodes.journal.of(NodeJoined)) == 2, what="both nodes")
+    slow = agents[1]
+    for pid in _family(slow.pid):
+        (quota / "cgroup.procs").write_text(str(pid))
+    agents.append(nodes.node("c"))
+    nodes.journal.wait_for(NodesChecked)
+    (quota / "cpu.cfs_quota_us").write_text("-1")  # what follows need not be slow
+    found = verdicts(nodes.journal)
+    assert found["b"].fitness == "slow" and "times the expected" in found["b"].why
+    assert [node_id for node_id, verdict in found.items() if verdict.is_left_out] == ["b"]
+    assert members(nodes.journal) == {"a", "c"}
+    assert [agent.wait() for agent in agents] == [0, 0, 0]
+
+
+def _family(pid: int) -> list[int]:
+    """A process and its children, as deep as they go."""
+    path = Path(f"/proc/{pid}/task/{pid}/children")
+    children = [int(word) for word in path.read_text().split()] if path.exists() else []
+    return [pid, *(member for child in children for member in _family(child))]
+
+
+@pytest.mark.skipif(bool(NO_HOSTS), reason=NO_HOSTS or "hosts can be made")
+def test_a_link_that_loses_packets_is_named_and_none_of_its_ends(tmp_path: Path) -> None:
+    lab = install_lab(tmp_path)
+    with hosts(3) as net:
+        lose_between(net[1], net[2], 0.05)
+        agents = []
+        for host, name in zip(net, "abc", strict=True):
+            meet = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{net[0].address}:29400", "--rdzv-id", "job")
+            words = (*meet, *GATHER, "--nnodes", "3", "--accelerator", "lab", "--node-id", name)
+            env = lab | {"GLOO_SOCKET_IFNAME": LINK, "HOLDFAST_TOKEN": TOKEN}
+            state = tmp_path / name / "state"
+            agents.append(host.start_agent(words, state_dir=state, env=env, command=CHECK))
+        assert [agent.wait() for agent in agents] == [EXIT_UNFIT] * 3
+    journal = Journal(tmp_path / "a" / "state")
+    (record,) = journal.of(NodesChecked)
+    assert not [verdict.node_id for verdict in record.nodes if verdict.fitness == "unfit"]
+    slowest = max(record.links, key=lambda link: max((value.value_s for value in link.measured), default=60.0))
+    assert (slowest.first, slowest.second) == ("b", "c")
+    assert "the link between b and c is" in agents[0].stdout
+
+
+def test_after_a_fault_the_suspect_is_checked_before_the_workers_start_again(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, "--nnodes", "1", "--max-restarts", "1")
+    agent = nodes.node("a", str(SCRIPTS / "crash_once.py"))
+    assert agent.wait() == 0
+    (suspected,) = nodes.journal.of(NodeSuspected)
+    assert suspected.node_id == "a" and "SIGSEGV" in suspected.why
+    checks = nodes.journal.of(NodesChecked)
+    assert [check.nodes[0].fitness for check in checks] == ["fit", "fit"]
+    kinds = [type(record).__name__ for record in nodes.journal.records()]
+    assert kinds.index("NodeSuspected") < kinds.index("NodesChecked", kinds.index("NodesChecked") + 1)
