@@ -119,7 +119,6 @@ def test_what_sigterm_leaves_is_where_the_next_start_goes_on(tmp_path: Path) -> 
 def test_a_bug_leaves_a_checkpoint_and_its_last_words_name_it(tmp_path: Path) -> None:
     flags = [*EVERY_STEP, "--recovery", "exit"]
     run = Run(tmp_path).start("ddp", ranks=2, faults=["forward:9:0:bug"], flags=flags)
-    print("CODE", run.agents[0].wait(), run.agents[0].stderr[-3000:])
     run.finish(1)
     (directory,) = run.place.state_dir.glob("jobs/*/checkpoints")
     (left,) = checkpoints(directory)

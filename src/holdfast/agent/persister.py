@@ -71,8 +71,10 @@ class Persister:
         self._tasks: set[asyncio.Task[None]] = set()
         self._attempts: dict[Key, Writing] = {}
         self._opening = threading.Lock()
+        self._users: dict[Key, int] = {}
+        """How many parts of ours are on their way to storage."""
         self._unwritten: dict[Key, int] = {}
-        """How many parts of ours are still to be written."""
+        """How many of them are still to be written."""
         self._doomed: dict[Key, str] = {}
         """Attempts of which a part of ours could not be written, and why."""
         self._is_ending = asyncio.Event()
@@ -129,21 +131,35 @@ class Persister:
 
     async def _persist(self, kept: Kept, message: Sealed, tell: Callable[[str], None]) -> None:
         key = Key(message.url or self._url, kept.record.view, kept.record.step)
+        self._users[key] = self._users.get(key, 0) + 1
+        try:
+            trouble = await self._bring(key, kept, message)
+        finally:
+            self._users[key] -= 1
+            if not self._users[key]:
+                await self._end(key)
+        tell(trouble)
+
+    async def _bring(self, key: Key, kept: Kept, message: Sealed) -> str:
+        """Why it has not become a checkpoint, or nothing."""
         self._unwritten[key] = self._unwritten.get(key, 0) + 1
-        trouble = await self._in_thread(self._write, key, kept, message)
+        trouble: str = await self._in_thread(self._write, key, kept, message)
         self._unwritten[key] -= 1
         if trouble:
             self._doomed[key] = trouble
             self._lost = max(self._lost, key.step)
-        if not trouble:
-            if key not in self._publishing:
-                waiting = self._until_published(key, UNPUBLISHED_MAX_S, message.keep)
-                self._publishing[key] = asyncio.create_task(waiting)
-            trouble = await self._publishing[key]
-            self._publishing.pop(key, None)
-        if not self._unwritten[key]:
-            await self._in_thread(self._abandon if self._doomed.pop(key, "") else self._let_go, key)
-        tell(trouble)
+            return trouble
+        publishing = self._publishing.get(key)
+        if publishing is None or publishing.done():
+            waiting = self._until_published(key, UNPUBLISHED_MAX_S, message.keep)
+            publishing = self._publishing[key] = asyncio.create_task(waiting)
+        return await publishing
+
+    async def _end(self, key: Key) -> None:
+        """Nobody here works at the attempt any more."""
+        for known in (self._users, self._unwritten, self._publishing):
+            known.pop(key, None)
+        await self._in_thread(self._abandon if self._doomed.pop(key, "") else self._let_go, key)
 
     def _write(self, key: Key, kept: Kept, message: Sealed) -> str:
         """What went wrong; nothing if it did not."""

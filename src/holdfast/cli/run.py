@@ -60,16 +60,19 @@ def check_options(options: RunOptions) -> None:
 
 def fault_table(options: RunOptions) -> FaultTable:
     """The user's rules, before ours. A file that cannot be meant is refused, with its line."""
-    from holdfast.core.fault_table import BUILT_IN, read_fault_table
+    from holdfast.checks.accelerators import registry
+    from holdfast.core.fault_table import BUILT_IN, read_fault_table, with_accelerator
 
+    kinds = [options.accelerator] if options.accelerator else registry.names()  # texts of one vendor are no other's
+    table = with_accelerator(BUILT_IN, [rule for kind in kinds for rule in registry.load(kind).faults])
     if not options.fault_table:
-        return BUILT_IN
+        return table
     try:
         text = Path(options.fault_table).read_text()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise UsageError(f"--fault-table {options.fault_table} cannot be read: {reason}") from None
-    return read_fault_table(text, options.fault_table)
+    return read_fault_table(text, options.fault_table, table)
 
 
 async def run_agent(options: RunOptions) -> int:

@@ -14,6 +14,7 @@ from holdfast.core.copies import Holder, Seats, layout_of, reseat
 from holdfast.core.invariants import check_after
 from holdfast.core.ladder import Strategy
 from holdfast.core.placement import Site, parity_groups, place
+from holdfast.core.reputation import Grade
 from holdfast.core.state import (
     CORDONS_KEPT_MAX,
     FAILURES_PER_INCIDENT_MAX,
@@ -229,7 +230,8 @@ def _place_snapshots(job: Job, view: View) -> None:
         groups = parity_groups(sites, job.settings.replica_parity, tuple(dict.fromkeys(job.parity.values())))
         job.parity = {node_id: group for group in groups for node_id in group}
     else:
-        job.placement = place(sites, job.settings.replicas, job.placement)
+        doubtful = {node_id for node_id, _ in infos if job.nodes[node_id].repute.grade is not Grade.GOOD}
+        job.placement = place(sites, job.settings.replicas, job.placement, doubtful)
 
 
 def _count_try(job: Job, incident: Incident, record: r.ViewFormed) -> None:

@@ -12,23 +12,10 @@ from typing import Any, Protocol
 
 import msgspec
 
+from holdfast.core.fault_types import FaultRule as FaultRule
+
 TOOL_TIMEOUT_S = 10.0
 """For a vendor's tool to answer. One that does not is itself a sign: it hangs on a driver that hangs."""
-
-
-class FaultRule(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of the table of what means hardware. All that is given must fit; what is not given fits anything."""
-
-    fault: str
-    """The fault's name, e.g. `gpu-memory-error`."""
-    code: int | None = None
-    """An exit code of a worker."""
-    signal: str = ""
-    """A signal that ended it, e.g. `SIGBUS`."""
-    exception: str = ""
-    """An exception's type name."""
-    text: str = ""
-    """A regular expression, searched for in error texts and lines of logs."""
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):

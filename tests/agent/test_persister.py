@@ -1,0 +1,310 @@
+"""Snapshots that become checkpoints: by one agent, by several that do not speak, on storage that fails."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import threading
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.agent import persister as persisting
+from holdfast.agent.persister import Persister
+from holdfast.agent.vault import Vault
+from holdfast.state.parts import FilePart, load_parts, write_image
+from holdfast.state.tracked import Tracked
+from holdfast.storage.catalogue import Catalogue
+from holdfast.storage.stores import open_store
+from holdfast.wire.session import Sealed
+from holdfast.wire.slots import Record, Status, Wanted
+
+
+class Node:
+    """An agent's vault and persister, with seats that hold parts of a small model's state."""
+
+    def __init__(self, directory: Path, name: str, url: Path, keep: str = "all") -> None:
+        self.vault = Vault(directory / "memory", name)
+        self.vault.open("job/7")
+        self.published: list[tuple[int, str]] = []
+        self.persister = Persister(self.vault, keep, lambda step, where: self.published.append((step, where)))
+        self.persister.open("job/7", str(url))
+
+    async def put(self, seat: int, slot: int, step: int, part: int, shares: int, **changes: Any) -> None:
+        """The image of a share, as a worker would leave it."""
+        image = write_image(Tracked(model=model(step)).state(), shares, part)
+        room = await self.vault.grant(seat, len(image))
+        assert not room.why
+        page = self.vault.seat(seat)
+        assert page is not None
+        with page.path(slot).open("r+b") as file:
+            file.write(image)
+        record = Record(Status.SEALED, step, 1, part, 1, shares, len(image), 3, 0, Wanted.YES, step + 1)
+        page.write(slot, record._replace(**changes))
+
+    async def close(self) -> None:
+        await self.persister.close()
+        self.vault.close()
+
+
+def model(step: int) -> torch.nn.Module:
+    torch.manual_seed(step)
+    return torch.nn.Linear(64, 64)
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 60.0))
+
+
+def checkpoints(url: Path) -> list[int]:
+    """The steps, each of which is verified and loads as what it was."""
+    catalogue = Catalogue(open_store(str(url)))
+    for found in catalogue.list().found:
+        catalogue.verify(found)
+        fresh = Tracked(model=model(999))
+        parts = {part.number: FilePart(url / found.name(part)) for part in found.manifest.parts}
+        load_parts(parts, found.about.shards, found.about.shares, fresh)
+        for mine, its in zip(fresh.state().tensors, Tracked(model=model(found.step)).state().tensors, strict=True):
+            assert torch.equal(mine, its)
+        for part in parts.values():
+            part.close()
+    return sorted(found.step for found in catalogue.list().found)
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(persisting, "RESCUE_WAIT_S", 0.5)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system with room for less than two parts."""
+    if os.getuid() != 0:
+        pytest.skip("mounts a file system")
+    place = tmp_path / "small"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=48k", "tmpfs", place], check=True)
+    yield place
+    subprocess.run(["umount", "--lazy", place], check=True)
+
+
+def test_the_parts_of_a_node_become_a_checkpoint(tmp_path: Path) -> None:
+    async def work() -> None:
+        node, told = Node(tmp_path, "a", tmp_path / "store"), []
+        for seat in range(3):
+            await node.put(seat, 0, 8, seat, 3)
+        for seat in range(3):
+            node.persister.wanted(seat, Sealed(8, True, {"loss": 0.5}, {"data": "24"}), told.append)
+        await node.persister.drain()
+        assert told == ["", "", ""] and [step for step, _ in node.published] == [8] and node.persister.lost == -1
+        assert {kept.record.wanted for kept in node.vault.kept()} == {Wanted.TAKEN}
+        assert all(held.checksums for held in node.vault.held())
+        await node.close()
+
+    run(work())
+    assert checkpoints(tmp_path / "store") == [8]
+    about = Catalogue(open_store(str(tmp_path / "store"))).open(8).about
+    assert about.metrics == {"loss": 0.5} and about.notes["data"] == "24"
+    assert (about.job_id, about.seed, about.shares) == ("job/7", 3, 3)
+
+
+def test_two_agents_race_to_publish(tmp_path: Path) -> None:
+    """Many times, and each pair publishes once, whoever is last."""
+
+    async def work() -> None:
+        nodes = [Node(tmp_path, name, tmp_path / "store") for name in "ab"]
+        for step in range(1, 11):
+            for part, node in enumerate(nodes):
+                await node.put(0, step % 2, step, part, 2)
+                node.persister.wanted(0, Sealed(step, True))
+        await asyncio.gather(*(node.persister.drain() for node in nodes))
+        for node in nodes:
+            assert node.persister.newest is not None and node.persister.newest.step == 10
+            await node.close()
+
+    run(work())
+    assert 10 in checkpoints(tmp_path / "store")
+    assert not Catalogue(open_store(str(tmp_path / "store"))).list().damaged
+
+
+def test_old_ones_go_as_the_policy_says(tmp_path: Path) -> None:
+    async def work() -> None:
+        node = Node(tmp_path, "a", tmp_path / "store", keep="last:2")
+        for step in range(1, 6):
+            await node.put(0, step % 2, step, 0, 1)
+            node.persister.wanted(0, Sealed(step, True))
+            while len(node.published) < step:
+                await asyncio.sleep(0.01)
+        await node.persister.drain()
+        await node.close()
+
+    run(work())
+    assert checkpoints(tmp_path / "store") == [4, 5]
+
+
+def test_a_snapshot_that_was_overwritten_is_not_written(tmp_path: Path) -> None:
+    async def work() -> None:
+        node, told = Node(tmp_path, "a", tmp_path / "store"), []
+        await node.put(0, 0, 8, 0, 1)
+        (kept,) = node.vault.kept()
+        await node.put(0, 0, 10, 0, 1)
+        await node.persister._persist(kept, Sealed(8, True), told.append)
+        assert "overwritten before it was read" in told[0]
+        node.persister.wanted(0, Sealed(8, True), told.append)
+        assert "not there any more" in told[1]
+        await node.close()
+
+    run(work())
+    assert checkpoints(tmp_path / "store") == []
+    assert not list((tmp_path / "store").glob(".step-8*")), "what will never be complete stays"
+
+
+def test_a_node_whose_partner_is_gone_does_not_wait_for_it(tmp_path: Path) -> None:
+    async def work() -> None:
+        node = Node(tmp_path, "a", tmp_path / "store")
+        await node.put(0, 0, 8, 0, 2)
+        node.persister.wanted(0, Sealed(8, True))
+        await asyncio.wait_for(node.persister.drain(), 10.0)
+        assert node.published == [] and node.persister.lost == -1, "its part is on storage: nothing of it is lost"
+        late = Node(tmp_path, "b", tmp_path / "store")
+        await late.put(0, 0, 8, 1, 2)
+        late.persister.wanted(0, Sealed(8, True))
+        await late.persister.drain()
+        assert [step for step, _ in late.published] == [8], "the last one publishes, however late"
+        await node.close()
+        await late.close()
+
+    run(work())
+    assert checkpoints(tmp_path / "store") == [8]
+
+
+# --- rescue
+
+
+def test_the_newest_that_is_whole_is_rescued(tmp_path: Path) -> None:
+    """Of two steps in memory, the newer one is torn on one seat."""
+
+    async def work() -> None:
+        node = Node(tmp_path, "a", tmp_path / "store")
+        for seat in range(2):
+            await node.put(seat, 0, 8, seat, 2)
+            await node.put(seat, 1, 9, seat, 2, **({"status": Status.WRITING} if seat else {}))
+        found = await node.persister.rescue(is_alone=True)
+        assert found is not None and found.step == 8 and node.persister.lost == -1
+        await node.close()
+
+    run(work())
+    assert checkpoints(tmp_path / "store") == [8]
+
+
+def test_several_nodes_rescue_what_is_whole_on_all(tmp_path: Path) -> None:
+    """One has both steps, of another the newer one is torn: it has only the older to offer, and need not wait for the
+    first to find out."""
+
+    async def work() -> None:
+        nodes = [Node(tmp_path, name, tmp_path / "store") for name in "ab"]
+        for part, node in enumerate(nodes):
+            await node.put(0, 0, 8, part, 2)
+        await nodes[0].put(0, 1, 9, 0, 2)
+        await nodes[1].put(0, 1, 9, 1, 2, status=Status.WRITING)
+        await asyncio.gather(*(node.persister.rescue(is_alone=False) for node in nodes))
+        assert nodes[0].persister.newest is not None and nodes[0].persister.newest.step == 8
+        for node in nodes:
+            await node.close()
+
+    run(work())
+    assert checkpoints(tmp_path / "store") == [8]
+
+
+def test_what_is_on_storage_is_not_written_again(tmp_path: Path) -> None:
+    async def work() -> None:
+        node = Node(tmp_path, "a", tmp_path / "store")
+        await node.put(0, 0, 8, 0, 1)
+        await node.put(0, 1, 9, 0, 1)
+        node.persister.wanted(0, Sealed(9, True))
+        await node.persister.drain()
+        await node.persister.rescue(is_alone=True)
+        assert [step for step, _ in node.published] == [9]
+        await node.close()
+
+    run(work())
+    assert checkpoints(tmp_path / "store") == [9]
+
+
+def test_nothing_whole_is_nothing_rescued_and_nothing_lost(tmp_path: Path) -> None:
+    async def work() -> None:
+        node = Node(tmp_path, "a", tmp_path / "store")
+        await node.put(0, 0, 8, 0, 2)
+        assert await node.persister.rescue(is_alone=True) is None and node.persister.lost == -1
+        await node.close()
+
+    run(work())
+    assert not (tmp_path / "store").exists()
+
+
+# --- storage that fails
+
+
+def test_a_full_disk_is_said_and_freed_and_the_state_is_not_given_up(tmp_path: Path, small_disk: Path) -> None:
+    async def work() -> None:
+        node, told = Node(tmp_path, "a", small_disk / "store"), []
+        for seat in range(4):
+            await node.put(seat, 0, 8, seat, 4)
+        for seat in range(4):
+            node.persister.wanted(seat, Sealed(8, True), told.append)
+        await node.persister.drain()
+        assert len(told) == 4 and all(told) and any("No space left" in why for why in told)
+        assert node.published == [] and node.persister.lost == 8
+        space = os.statvfs(small_disk)
+        assert space.f_bfree > space.f_blocks // 2, "the parts that could be written still fill the disk"
+        await node.close()
+
+    run(work())
+
+
+def test_a_place_that_may_not_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    async def work() -> None:
+        node, told = Node(tmp_path, "a", tmp_path / "file" / "store"), []
+        await node.put(0, 0, 8, 0, 1)
+        node.persister.wanted(0, Sealed(8, True), told.append)
+        assert await node.persister.rescue(is_alone=True) is None
+        assert "is not written" in told[0] and node.persister.lost == 8
+        await node.close()
+
+    run(work())
+
+
+def test_two_threads_open_one_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both writers of the pool come to a new attempt at the same time."""
+    together, opened = threading.Barrier(2), []
+    begin = Persister._begin
+
+    def slow_begin(self: Persister, *arguments: Any) -> Any:
+        opened.append(arguments[0])
+        return begin(self, *arguments)
+
+    write = Persister._write
+
+    def both_write(self: Persister, *arguments: Any) -> str:
+        together.wait(10.0)
+        return write(self, *arguments)
+
+    monkeypatch.setattr(Persister, "_begin", slow_begin)
+    monkeypatch.setattr(Persister, "_write", both_write)
+
+    async def work() -> None:
+        node = Node(tmp_path, "a", tmp_path / "store")
+        for seat in range(2):
+            await node.put(seat, 0, 8, seat, 2)
+            node.persister.wanted(seat, Sealed(8, True))
+        await node.persister.drain()
+        await node.close()
+
+    run(work())
+    assert len(opened) == 1 and checkpoints(tmp_path / "store") == [8]
