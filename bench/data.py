@@ -31,6 +31,7 @@ import resuming
 import torch
 from samples import markdown, spread
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 import holdfast as hf
 
@@ -135,10 +136,19 @@ class Contender(NamedTuple):
             if self.cursor is not None:
                 self.cursor.commit()
 
+    @property
+    def torch_s(self) -> DataLoader:
+        return self.loader if isinstance(self.loader, DataLoader) else self.loader._pipeline._loader
+
+    def close(self) -> None:
+        """End the workers, or later ones, forked from this process, complain that they are not theirs."""
+        if isinstance(self.torch_s._iterator, _MultiProcessingDataLoaderIter):
+            self.torch_s._iterator._shutdown_workers()
+        self.torch_s._iterator = None
+
     def cpu_s(self) -> float:
         """Of this process and the contender's workers."""
-        torch_s = self.loader if isinstance(self.loader, DataLoader) else self.loader._pipeline._loader
-        workers = [worker.pid for worker in getattr(torch_s._iterator, "_workers", ())]
+        workers = [worker.pid for worker in getattr(self.torch_s._iterator, "_workers", ())]
         tasks = [path for pid in workers for path in Path(f"/proc/{pid}/task").glob("*/schedstat")]
         return time.process_time() + sum(int(path.read_text().split()[0]) for path in tasks) / 1e9
 
@@ -173,8 +183,10 @@ def bench_throughput(rounds: int, workers: int, batches: int) -> list[dict[str, 
     found = []
     for work_bytes, count in ((2_000_000, batches // 4), (400_000, batches), (0, 4 * batches)):
         size = 2 * THROUGHPUT_BATCH * (rounds + 2) * (count + WARM_BATCHES)  # nobody's epoch ends
-        actions = {name: partial(c.block, count) for name, c in contenders(size, work_bytes, workers).items()}
-        results = in_turn(actions, rounds)
+        loaders = contenders(size, work_bytes, workers)
+        results = in_turn({name: partial(loader.block, count) for name, loader in loaders.items()}, rounds)
+        for loader in loaders.values():
+            loader.close()
         for name, measured in results.items():
             pairs = list(zip(measured, results[BASE], strict=True))
             found.append({
