@@ -9,11 +9,13 @@ import pytest
 
 from e2e.jobs import kill9, snapshot_dir, wait_for
 from e2e.sessions import Run, assert_same_bits, undisturbed
+from holdfast.agent.slots import Head, open_slots
 from holdfast.core.ladder import Strategy
 from holdfast.core.records import CheckpointPublished, IncidentDecided
 from holdfast.errors import CheckpointError
 from holdfast.storage.catalogue import Catalogue
 from holdfast.storage.stores import open_store
+from holdfast.wire.bulk import Label
 from holdfast.wire.slots import Seat
 
 EVERY_STEP = ["--snapshots", "1"]
@@ -69,49 +71,67 @@ def test_all_workers_die_at_once_and_then_in_the_middle_of_a_copy(tmp_path: Path
 
 def test_a_killed_agent_started_again_goes_on_from_memory(tmp_path: Path) -> None:
     flags = [*EVERY_STEP, "--rdzv-id", "mine", "--node-id", "here"]
-    run = Run(tmp_path).start("fsdp", ranks=2, steps=LONG, flags=flags, options=PAUSE)
+    run = Run(tmp_path).start("fsdp", ranks=2, flags=flags, options=PAUSE)
     run.wait_for_step(10)
     step = min(steps_in_memory(at_least=8))
     run.agents.pop().kill()
-    run.hurry().start("fsdp", ranks=2, steps=LONG, flags=flags, options=PAUSE).finish()
-    assert_same_bits(run, undisturbed("fsdp", ranks=2, steps=LONG))
+    run.hurry().start("fsdp", ranks=2, flags=flags, options=PAUSE).finish()
+    assert_same_bits(run, undisturbed("fsdp", ranks=2))
     first = {line.pid: line.step for line in reversed(run.ledger)}
     assert sorted(first.values())[-1] >= step, "the second life began before what was in memory"
 
 
-def test_two_nodes_lose_all_workers_and_then_one_node_for_good(tmp_path: Path) -> None:
-    """All workers die: both go on from memory. Then all die again, and a node is gone: the world is cut for one."""
+def test_two_nodes_lose_all_workers_and_then_one_of_them_is_lost(tmp_path: Path) -> None:
+    """Both go on from memory; then all die again with a node, and the other has a copy of what was there: it goes on
+    alone, with the same samples."""
+    flags = ["--snapshots", "20", "--replicas", "1", "--recovery", "recover-in-place,elastic-training,exit"]
+    choices = {"features": "loader", "options": [*PAUSE, "--slots", "6"], "steps": LONG}
     run = Run(tmp_path)
-    flags = [*EVERY_STEP, "--replicas", "1"]
     for name in ("a", "b"):
-        run.join(name, "ddp", nnodes="1:2", flags=flags, steps=LONG, options=PAUSE)
+        run.join(name, "ddp", nnodes="1:2", flags=flags, **choices)
     run.wait_until_calm(2)
-    step = min(steps_in_memory(at_least=3))
-    kill9(run.pid_of(0), run.pid_of(1))
-    run.wait_until_calm(2, closed=len(run.incidents) + 1)
-    assert_reloaded_last(run, step)
-    reference = undisturbed("ddp", ranks=2, steps=LONG)
-    assert all(reference.losses[key] == found for key, found in run.losses.items())
+    before = len(run.incidents)
+    for world_size, step in ((2, 20), (1, 40)):
+        steps_in_memory(at_least=step)
+        wait_for(lambda step=step: replicated() >= step, what=f"step {step} on both nodes")
+        if world_size == 2:
+            kill9(run.pid_of(0), run.pid_of(1))
+        else:
+            lost = run.other_than_the_masters()
+            last = next(run.pid_of(1 - m.first_rank) for m in run.view().members if m.node_id == lost)
+            run.kill_node(lost)
+            kill9(last)
+        before += 1
+        run.wait_until_calm(world_size, closed=before)
+        decided = decisions(run)[-1]
+        assert (decided.strategy, decided.counted) == (Strategy.RESTART, False) and decided.reload >= step
+        first = min(line.step for line in run.ledger if line.view == run.view().number)
+        assert first >= step and first % 20 == 0
     run.hurry().finish()
-    assert run.finals == reference.finals
+    reference = undisturbed("ddp", ranks=2, steps=LONG, features="loader", options=["--slots", "6"])
+    alone = {line.step: float.fromhex(line.loss) for line in run.ledger if line.world_size == 1}
+    assert max(alone) == LONG - 1 and run.place.journal.job().restarts_used == 0
+    assert all(abs(loss - reference.loss_sums[step]) < 1e-3 * abs(loss) for step, loss in alone.items())
 
 
-def assert_reloaded_last(run: Run, step: int) -> None:
-    last = decisions(run)[-1]
-    assert last.strategy is Strategy.RESTART and not last.counted and last.reload >= step
+def replicated() -> int:
+    """The newest step of which every node holds the other's part."""
+    seats = [open_slots(path, Head[Label]) for path in snapshot_dir().glob("*/*/guests/*/seat-*")]
+    newest = [max((slot.sealed.step for slot in slots if slot.sealed), default=-1) for slots in seats]
+    return min(newest) if len(newest) == 2 else -1
 
 
 def test_what_sigterm_leaves_is_where_the_next_start_goes_on(tmp_path: Path) -> None:
     flags = [*EVERY_STEP, "--checkpoint-dir", str(tmp_path / "checkpoints"), "--checkpoint-every", "never"]
-    first = Run(tmp_path / "first").start("fsdp", ranks=2, steps=LONG, flags=flags, options=PAUSE)
+    first = Run(tmp_path / "first").start("fsdp", ranks=2, flags=flags, options=PAUSE)
     first.wait_for_step(10)
     first.agents[0].send(15)
     assert first.agents[0].wait() == 128 + 15
     (left,) = checkpoints(tmp_path / "checkpoints")
     last = max(line.step for line in first.ledger)
     assert last <= left <= last + 1, "not the last step"
-    second = Run(tmp_path / "second").start("fsdp", ranks=2, steps=LONG, flags=flags).finish()
-    reference = undisturbed("fsdp", ranks=2, steps=LONG)
+    second = Run(tmp_path / "second").start("fsdp", ranks=2, flags=flags).finish()
+    reference = undisturbed("fsdp", ranks=2)
     assert second.finals == reference.finals and min(step for step, _ in second.losses) == left
     assert first.losses | second.losses == reference.losses
 
