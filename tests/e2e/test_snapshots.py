@@ -9,13 +9,11 @@ import pytest
 
 from e2e.jobs import kill9, snapshot_dir, wait_for
 from e2e.sessions import Run, assert_same_bits, undisturbed
-from holdfast.agent.slots import Head, open_slots
 from holdfast.core.ladder import Strategy
 from holdfast.core.records import CheckpointPublished, IncidentDecided
 from holdfast.errors import CheckpointError
 from holdfast.storage.catalogue import Catalogue
 from holdfast.storage.stores import open_store
-from holdfast.wire.bulk import Label
 from holdfast.wire.slots import Seat
 
 EVERY_STEP = ["--snapshots", "1"]
@@ -82,43 +80,33 @@ def test_a_killed_agent_started_again_goes_on_from_memory(tmp_path: Path) -> Non
 
 
 def test_two_nodes_lose_all_workers_and_then_one_of_them_is_lost(tmp_path: Path) -> None:
-    """Both go on from memory; then all die again with a node, and the other has a copy of what was there: it goes on
-    alone, with the same samples."""
-    flags = ["--snapshots", "20", "--replicas", "1", "--recovery", "recover-in-place,elastic-training,exit"]
+    """Both go on from memory. Then all die again, with a node, and half of what was in memory: the other goes on alone,
+    from the last checkpoint of the two, with the same samples."""
+    flags = ["--snapshots", "1", "--checkpoint-every", "10", "--max-restarts", "1"]
     choices = {"features": "loader", "options": [*PAUSE, "--slots", "6"], "steps": LONG}
     run = Run(tmp_path)
     for name in ("a", "b"):
         run.join(name, "ddp", nnodes="1:2", flags=flags, **choices)
     run.wait_until_calm(2)
-    before = len(run.incidents)
-    for world_size, step in ((2, 20), (1, 40)):
-        steps_in_memory(at_least=step)
-        wait_for(lambda step=step: replicated() >= step, what=f"step {step} on both nodes")
-        if world_size == 2:
-            kill9(run.pid_of(0), run.pid_of(1))
-        else:
-            lost = run.other_than_the_masters()
-            last = next(run.pid_of(1 - m.first_rank) for m in run.view().members if m.node_id == lost)
-            run.kill_node(lost)
-            kill9(last)
-        before += 1
-        run.wait_until_calm(world_size, closed=before)
-        decided = decisions(run)[-1]
-        assert (decided.strategy, decided.counted) == (Strategy.RESTART, False) and decided.reload >= step
-        first = min(line.step for line in run.ledger if line.view == run.view().number)
-        assert first >= step and first % 20 == 0
+    before, step = len(run.incidents), min(steps_in_memory(at_least=4))
+    kill9(run.pid_of(0), run.pid_of(1))
+    run.wait_until_calm(2, closed=before + 1)
+    decided = decisions(run)[-1]
+    assert (decided.strategy, decided.counted) == (Strategy.RESTART, False) and decided.reload >= step
+    assert min(line.step for line in run.ledger if line.view == run.view().number) >= step
+
+    stored = run.place.journal.wait_for(CheckpointPublished).step
+    lost = run.other_than_the_masters()
+    last = next(run.pid_of(1 - member.first_rank) for member in run.view().members if member.node_id == lost)
+    run.kill_node(lost)
+    kill9(last)
+    run.wait_until_calm(1, closed=before + 2)
     run.hurry().finish()
-    reference = undisturbed("ddp", ranks=2, steps=LONG, features="loader", options=["--slots", "6"])
     alone = {line.step: float.fromhex(line.loss) for line in run.ledger if line.world_size == 1}
-    assert max(alone) == LONG - 1 and run.place.journal.job().restarts_used == 0
+    alone = {step: loss for step, loss in alone.items() if step >= stored}  # node a may have begun before b came
+    assert sorted(alone)[-1] == LONG - 1 and len(alone) >= LONG - stored - 40
+    reference = undisturbed("ddp", ranks=2, steps=LONG, features="loader", options=["--slots", "6"])
     assert all(abs(loss - reference.loss_sums[step]) < 1e-3 * abs(loss) for step, loss in alone.items())
-
-
-def replicated() -> int:
-    """The newest step of which every node holds the other's part."""
-    seats = [open_slots(path, Head[Label]) for path in snapshot_dir().glob("*/*/guests/*/seat-*")]
-    newest = [max((slot.sealed.step for slot in slots if slot.sealed), default=-1) for slots in seats]
-    return min(newest) if len(newest) == 2 else -1
 
 
 def test_what_sigterm_leaves_is_where_the_next_start_goes_on(tmp_path: Path) -> None:
