@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from agent.bulks import bulk_client, bulk_server, label
-from holdfast.agent import guests
+from holdfast.agent.replicas import guests
 
 
 def serve(root: str) -> None:

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from holdfast.agent.blocks import checksums_of
-from holdfast.agent.bulk import BulkClient, BulkServer
-from holdfast.agent.guests import Guests, Incoming
+from holdfast.agent.replicas.blocks import checksums_of
+from holdfast.agent.replicas.bulk import BulkClient, BulkServer
+from holdfast.agent.replicas.guests import Guests, Incoming
 from holdfast.errors import ReplicaError
 from holdfast.wire.bulk import Contribute, Kept, Label, Read
 from holdfast.wire.tls import Tls

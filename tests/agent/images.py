@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from holdfast.agent.blocks import checksums_of, unpack
+from holdfast.agent.replicas.blocks import checksums_of, unpack
 
 
 class FileImage:

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from agent.bulks import TOKEN, GuestKeeper
 from agent.images import FileImages
-from holdfast.agent.bulk import BulkServer
-from holdfast.agent.guests import Guests
-from holdfast.agent.replicator import Replicator
+from holdfast.agent.replicas.bulk import BulkServer
+from holdfast.agent.replicas.guests import Guests
+from holdfast.agent.replicas.replicator import Replicator
 from holdfast.core.orders import Peer
 from holdfast.wire import bulk
 from holdfast.wire.bulk import BLOCK_BYTES

@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agent.bulks import TOKEN, Proxy, bulk_client, bulk_server, label, noise
-from holdfast.agent import bulk as agent_bulk
-from holdfast.agent.blocks import block_count, checksums_of, span
-from holdfast.agent.guests import Guests
+from holdfast.agent.replicas import bulk as agent_bulk
+from holdfast.agent.replicas.blocks import block_count, checksums_of, span
+from holdfast.agent.replicas.guests import Guests
 from holdfast.errors import AuthenticationError, ReplicaError, WireError
 from holdfast.wire import bulk
 from holdfast.wire.bulk import ANSWER, BLOCK_BYTES, MAGIC, Read

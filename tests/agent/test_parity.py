@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.agent import parity as module
-from holdfast.agent.parity import PIECE_ALIGNMENT_BYTES, Read, piece, piece_bytes, rebuild, xor_into
+from holdfast.agent.replicas import parity as module
+from holdfast.agent.replicas.parity import PIECE_ALIGNMENT_BYTES, Read, piece, piece_bytes, rebuild, xor_into
 
 
 def parity_of(images: list[bytes], holder: int) -> bytearray:

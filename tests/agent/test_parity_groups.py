@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from agent.bulks import TOKEN, noise
 from agent.crews import agent_config, serve
 from agent.images import FileImages
-from holdfast.agent import blocks, parity_store
-from holdfast.agent.blocks import checksums_of
-from holdfast.agent.parity import piece
-from holdfast.agent.parity_store import ParityStore
-from holdfast.agent.replication import Replication
+from holdfast.agent.replicas import blocks, parity_store
+from holdfast.agent.replicas.blocks import checksums_of
+from holdfast.agent.replicas.parity import piece
+from holdfast.agent.replicas.parity_store import ParityStore
+from holdfast.agent.replicas.replication import Replication
 from holdfast.core.orders import Peer
 from holdfast.errors import ReplicaError
 from holdfast.wire.bulk import Contribute, Label

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from agent.bulk_process import started, tell, word
 from agent.replica_process import content_of
-from holdfast.agent.blocks import checksums_of
-from holdfast.agent.guests import Guests
+from holdfast.agent.replicas.blocks import checksums_of
+from holdfast.agent.replicas.guests import Guests
 
 PROCESS = Path(__file__).with_name("replica_process.py")
 KILLS = 5

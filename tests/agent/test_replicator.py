@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import structlog
 
-from agent.bulks import Proxy, bulk_server, noise
+from agent.bulks import Proxy, bulk_client, bulk_server, label, noise
 from agent.crews import agent_config, serve
 from agent.images import FileImages
-from holdfast.agent import replicator as module
-from holdfast.agent.guests import Guests
-from holdfast.agent.replication import NoImages, Replication
-from holdfast.agent.replicator import Replicator
+from agent.test_agent import agent
+from holdfast.agent.replicas import replicator as module
+from holdfast.agent.replicas.guests import Guests
+from holdfast.agent.replicas.replication import NoImages, Replication
+from holdfast.agent.replicas.replicator import Replicator
 from holdfast.core.events import SessionInfo
 from holdfast.core.orders import Peer
 from holdfast.wire.bulk import BLOCK_BYTES
@@ -228,3 +229,24 @@ def test_a_node_without_snapshots_sends_none(tmp_path: Path) -> None:
         await one.close()
 
     run(test)
+
+
+def test_an_agent_does_with_its_partners_what_its_orders_say(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with agent(tmp_path, token=TOKEN, memory_dir=str(tmp_path / "memory")) as job:
+            port = job.agent.hello().info.bulk_port
+            await job.begin(partners=(peer(port, "b"),), guests=(peer(port, "a", 2),))
+            replication = job.agent._replication
+            assert replication.replicator.progress() == {"b": {}}
+            await asyncio.to_thread(put, port, "image")
+            assert [held.path.read_bytes() for held in replication.held] == [b"image"]
+        with pytest.raises(OSError):
+            put(port, "image")
+        assert not (tmp_path / "memory").exists(), "nothing stays when the job is over"
+
+    run(test)
+
+
+def put(port: int, content: str) -> None:
+    with bulk_client(port, token=TOKEN) as client:
+        client.put(label(1, content.encode()), memoryview(content.encode()))

@@ -106,13 +106,25 @@ def holds(placement: Placement, there: list[Site], replicas: int) -> None:
         assert all(load <= HOLDS_FACTOR_MAX * copies for load in loads.values())
 
 
+def could_not_be_safer(placement: Placement, there: list[Site], replicas: int, doubtful: set[str]) -> None:
+    """Whoever has a copy in its own domain, or on a node in doubt, has it for want of room elsewhere."""
+    domain = {site.node_id: site.domain for site in there}
+    for owner, held in placement.partners.items():
+        for holder in held:
+            rank = (holder in doubtful, domain[holder] == domain[owner])
+            for other in domain.keys() - {owner, *held}:
+                has_room = len(placement.guests.get(other, ())) < HOLDS_FACTOR_MAX * replicas
+                assert not has_room or (other in doubtful, domain[other] == domain[owner]) >= rank
+
+
 @given(st.lists(st.tuples(nodes, doubts), min_size=1, max_size=5), st.integers(0, 3))
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=400)
 def test_any_history_leads_to_a_whole_placement(history: list[tuple[list[Site], set[str]]], replicas: int) -> None:
     placement = Placement()
     for there, doubtful in history:
         placement = place(there, replicas, placement, doubtful)
         holds(placement, there, replicas)
+        could_not_be_safer(placement, there, replicas, doubtful)
         assert place(there, replicas, placement, doubtful) == placement, "what is settled stays"
 
 

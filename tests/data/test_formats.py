@@ -95,13 +95,13 @@ def test_rows_of_parquet(tmp_path: Path) -> None:
         assert list(opener("parquet")(whole(path), first)) == [{"n": n} for n in range(first, 25)]
 
 
-def test_mistakes_are_sentences(tmp_path: Path) -> None:
+def test_mistakes_are_sentences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"a\.csv: the name does not say"):
         format_of("a.csv")
     with pytest.raises(UsageError, match="no format 'xml'"):
         opener("xml")
-    if importlib.util.find_spec("pyarrow") is None:
-        with pytest.raises(UsageError, match="pip install pyarrow"):
-            opener("parquet")
+    with monkeypatch.context() as patch, pytest.raises(UsageError, match="pip install pyarrow"):
+        patch.setattr(importlib.util, "find_spec", lambda name: None)
+        opener("parquet")
     with pytest.raises(UsageError, match="cannot be used: No such file"):
         shards_of(str(tmp_path / "none.txt"), "text", None)

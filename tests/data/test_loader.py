@@ -130,6 +130,50 @@ def test_ghosts_in_short_steps_by_slot():
     assert total == [0.0, 2.0, 0.0, 2.0]
 
 
+def test_where_forwards_communicate_every_rank_has_as_many_batches():
+    """Seven slots on three ranks, and ten samples: the second step has two, in slots 3 and 6."""
+    loaders = [make(size=10, slots=7, rank=rank, world_size=3) for rank in range(3)]
+    for step, wanted in enumerate([[(2, 1), (2, 1), (3, 0)], [(0, 1), (1, 0), (1, 0)]]):
+        found = []
+        for loader in loaders:
+            loader.even_batches = True
+            batches = []
+            for batch in loader.step_batches():
+                batches.append((batch.tolist(), loader.is_ghost, loader.is_last_of_step, loader.loss_scale))
+            loader.commit()
+            own = [samples for samples, is_ghost, _, _ in batches if not is_ghost]
+            found.append((len(own), len(batches) - len(own)))
+            assert [is_last for *_, is_last, _ in batches] == [False] * (len(batches) - 1) + [True]
+            assert all(bool(scale) != is_ghost for _, is_ghost, _, scale in batches)
+            share = loader.plan.order.samples_at(loader.plan.share(step, loader.rank, 3)).tolist()
+            assert flat(own) == share
+        assert found == wanted
+
+
+def test_batches_can_be_weighed_by_what_is_in_them():
+    loader = make(slots=4)
+    found = [(sum(batch.tolist()), loader.loss_scale) for batch in loader.step_batches(weight=lambda b: b.sum())]
+    total = sum(weight for weight, _ in found)
+    assert [scale for _, scale in found] == [weight / total for weight, _ in found]
+
+
+def shuffled(items):
+    """As collators that mask tokens at random."""
+    return torch.stack(items)[torch.randperm(len(items))] + random.random() / 2 + np.random.rand() / 2
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_random_collators_belong_to_the_slot(num_workers):
+    whole = make(slots=4, collate_fn=shuffled)
+    wanted = [batch.tolist() for batch in whole.step_batches()]
+    halves = [make(slots=4, collate_fn=shuffled, rank=r, world_size=2, num_workers=num_workers) for r in range(2)]
+    found = [batch.tolist() for half in halves for batch in half.step_batches()]
+    for half in halves:
+        half.close()
+    assert found == wanted
+    assert len({batch[0] % 1 for batch in wanted}) == 4, "each slot has numbers of its own"
+
+
 def test_batches_that_cross_epochs_use_each_epoch_s_randomness():
     wanted = make(size=10, last_batch="across", transform=jitter)
     found = epoch_of(wanted)

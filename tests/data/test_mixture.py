@@ -35,6 +35,30 @@ def test_changed_weights_leave_the_past_and_the_sources_order_alone():
     assert len(set(used)) == len(used)
 
 
+def test_weights_change_in_a_run_that_goes_on():
+    """A state that was saved with the old weights is good for a mixture that changes them from a step on."""
+    settings = {"global_batch_size": 64, "shuffle": False, "collate_fn": list, "rank": 0, "world_size": 1}
+    plain = Mixture(sources(900, 900), weights=[1, 1], draws=5 * BLOCK_DRAWS)
+    before, first_changed = hf.Loader(plain, **settings), 2 * BLOCK_DRAWS // 64
+    whole = []
+    for batch in before:
+        whole.append(batch)
+        before.commit()
+        if before.step == first_changed - 7:
+            break
+    changed = Mixture(
+        sources(900, 900), weights=[1, 1], draws=5 * BLOCK_DRAWS, changes=[(first_changed * 64, [0.25, 0.75])]
+    )
+    after = hf.Loader(changed, **settings)
+    after.load_state_dict(before.state_dict())
+    for batch in after:
+        whole.append(batch)
+        after.commit()
+    assert whole[:first_changed] == [[plain[64 * s + k] for k in range(64)] for s in range(first_changed)]
+    shares = Counter(source for batch in whole[first_changed:] for source, _ in batch)
+    assert shares == {0: 3 * BLOCK_DRAWS // 4, 1: 9 * BLOCK_DRAWS // 4}
+
+
 def test_a_far_draw_is_as_cheap_and_the_loader_takes_it():
     mixture = Mixture(sources(1000, 10), weights=[0.9, 0.1], draws=10**12)
     assert mixture.place(10**11) == Mixture(sources(1000, 10), weights=[0.9, 0.1], draws=10**12).place(10**11)

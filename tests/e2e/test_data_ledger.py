@@ -10,7 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from e2e.jobs import DEADLINE_S, SCRIPTS, Place, agent_environment, free_port, kill9, wait_for
-from holdfast.core.records import DataDescribed, DataSkipped, IncidentClosed, JobFinished, StepsWitnessed, TermBegan
+from holdfast.core.records import (
+    DataDescribed,
+    DataSkipped,
+    IncidentClosed,
+    JobFinished,
+    StepsWitnessed,
+    TermBegan,
+    ViewFormed,
+)
+from holdfast.data.ledger import prove_exactly_once
+from holdfast.data.plan import make_plan
 
 EXACT = str(SCRIPTS / "exact.py")
 
@@ -61,6 +71,32 @@ def test_kills_in_the_middle_of_epochs_leave_an_exact_journal(tmp_path: Path) ->
     code, answer = verify(calm, "--against", str(hurt.journal.path))
     assert (code, answer["findings"]) == (0, [])
     assert answer["sources"][0]["chain"] == source["chain"]
+
+
+def test_four_three_two_and_again_four_ranks_use_each_sample_once_an_epoch(tmp_path: Path) -> None:
+    """Killed in the middle of an epoch and of a step, with batches fetched ahead by workers: the world shrinks, shrinks
+    again in the repeated step, and grows back. What counts is what the dataset handed out, by its own numbers."""
+    place, steps = Place(tmp_path), 34
+    faults = ["--fault", "middle:5:last", "--fault", "middle:5:last"]
+    words = [str(steps), "--slots", "12", "--workers", "1", "--pause", "0.3", *faults]
+    agent = place.start("--nproc-per-node", "4", "--recovery", "elastic-training,exit", EXACT, *words)
+
+    def views() -> list[int]:
+        return [formed.view.world_size for formed in place.journal.of(ViewFormed)]
+
+    wait_for(lambda: views()[:3] == [4, 3, 2] and views()[-1] == 4, what="a world of four again")
+    (place.work / "hurry").touch()
+    assert agent.wait() == 0, agent.stderr[-6000:]
+    plan = make_plan(203, global_batch_size=12, seed=0, slots=12)
+    seen = used(place)
+    assert seen == {step: Counter(plan.samples(step).tolist()) for step in range(steps)}
+    for epoch in (range(17), range(17, 34)):
+        assert prove_exactly_once([list(seen[step].elements()) for step in epoch], 203).exactly_once
+    assert verify(place)[0] == 0
+    reads = Counter(tuple(map(int, line.split())) for line in (place.work / "read").read_text().splitlines())
+    assert {sample for _, sample in reads} == set(range(203))
+    assert len({pid for pid, _ in reads}) >= 6, "four, and two that came later"
+    assert max(reads.values()) <= 3, "nobody read anything twice an epoch: two, and some of the third ahead"
 
 
 def test_other_samples_are_told_apart(tmp_path: Path) -> None:

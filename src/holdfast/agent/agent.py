@@ -290,19 +290,20 @@ class Agent:
         if order.view != self._crew.view and order.store_here:
             self._open_store(order)
         replaced, self._to_replace = tuple(sorted(self._to_replace)), set()
-        self._replication.serve(order)
+        self._state.serve(order)
         await self._crew.serve(msgspec.structs.replace(order, replaced=replaced))
         self._reap_orphans()
 
     async def _stand_by(self, order: Hold) -> Result | None:
         self._job_id = order.job_id
-        self._replication.hold()
+        self._state.hold()
         await self._crew.hold(order)
         self._reap_orphans()
         if not order.leaving:
             self._beside(self._say_holding(order))
         elif not self._crew.in_session:  # else the crew says when the last of them has left
             await self._crew.stop(self._config.restart_grace_s)
+            self._state.vault.remove()
             await self._say_goodbye()
             return Result(0, order.why, Outcome.STOPPED)
         return None
@@ -379,7 +380,8 @@ class Agent:
     async def _leave(self, received: signal.Signals) -> Result:
         log.info(f"got {received.name}: stopping this node's workers, at most {self._config.shutdown_timeout_s:.0f} s")
         await self._stop_crew(self._config.shutdown_timeout_s, received)
-        await self._state.finish(False, self._is_alone)
+        if not (isinstance(self._order, Hold) and self._order.release):  # else the job goes on elsewhere
+            await self._state.finish(False, self._is_alone)
         await self._say_goodbye()
         return Result(128 + int(received), f"ended by {received.name}", Outcome.STOPPED)
 

@@ -79,7 +79,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How often workers copy their state, and how often that becomes a checkpoint."""
     snapshot_dir: str = ""
     """Where the copies are: shared memory."""
-    checkpoint_keep: str = "all"
+    checkpoint_keep: str = "every:1"
     """Which checkpoints stay (storage/retention.py)."""
     failure_domain: str = ""
     """What this node would go down with; empty: its machine."""

@@ -472,8 +472,10 @@ class Crew:
             case Ready(session=session, data=data):
                 known.data = data
                 self._ready(known, session)
-            case Joined(view=view):
+            case Joined(view=view, step=step):
                 known.joined = max(known.joined, min(view, self._last_view))
+                if self._order is not None and not self._order.kept and view == self.view:
+                    self._keeper.begin_from(step)
                 self._begin_session()
             case Committed(view=view, step=step) if known.seat is not None and view <= self.view:
                 self._reports.committed(view, step)

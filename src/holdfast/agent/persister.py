@@ -151,7 +151,8 @@ class Persister:
             return trouble
         publishing = self._publishing.get(key)
         if publishing is None or publishing.done():
-            publishing = self._publishing[key] = asyncio.create_task(self._until_published(key, UNPUBLISHED_MAX_S))
+            waiting = self._until_published(key, UNPUBLISHED_MAX_S, message.keep)
+            publishing = self._publishing[key] = asyncio.create_task(waiting)
         return await publishing
 
     async def _end(self, key: Key) -> None:
@@ -208,7 +209,7 @@ class Persister:
 
     # --- all of them
 
-    async def _until_published(self, key: Key, patience_s: float) -> str:
+    async def _until_published(self, key: Key, patience_s: float, keep: str = "") -> str:
         """Why it is not, or nothing. Looks again now and then, as other nodes' parts make no sound."""
         give_up_at, wait_s = time.monotonic() + patience_s, RETRY_S_MIN
         while True:
@@ -222,7 +223,7 @@ class Persister:
                 return str(error)
             if found is not None:
                 self._note(key, found)
-                await self._in_thread(self._prune, key)
+                await self._in_thread(self._prune, key, keep or self._keep)
                 return ""
             if self._is_ending.is_set() and not self._unwritten[key]:
                 give_up_at = min(give_up_at, time.monotonic() + RESCUE_WAIT_S)
@@ -248,9 +249,9 @@ class Persister:
             self.newest = found
             self._published(found.step, found.url)
 
-    def _prune(self, key: Key) -> None:
+    def _prune(self, key: Key, keep: str) -> None:
         try:
-            pruned = Catalogue(self._store(key.url)).prune(parse_policy(self._keep), trusted=[key.step])
+            pruned = Catalogue(self._store(key.url)).prune(parse_policy(keep), trusted=[key.step])
         except (HoldfastError, OSError) as error:
             log.warning(f"old checkpoints stay: {error}")
         else:

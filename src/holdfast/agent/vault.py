@@ -27,7 +27,7 @@ from pathlib import Path
 import structlog
 
 from holdfast.wire.session import HeldImage, Room
-from holdfast.wire.slots import SLOTS, Record, Seat, Wanted, map_image, populate, reading
+from holdfast.wire.slots import SLOTS, Record, Seat, Status, Wanted, map_image, populate, reading
 
 ROOM_STEP_BYTES = 4_096
 ORPHAN_AFTER_S = 3_600.0
@@ -119,8 +119,9 @@ class Vault:
         found = [Kept(seat, slot, r) for seat, page in self._seats.items() for slot, r in page.sealed().items()]
         return sorted(found, key=lambda one: -one.record.step)
 
-    def seat(self, number: int) -> Seat | None:
-        return self._seats.get(number)
+    def seats(self) -> list[tuple[int, Seat]]:
+        """All that have room here, by local rank."""
+        return sorted(self._seats.items())
 
     @contextmanager
     def reading(self, kept: Kept) -> Iterator[mmap.mmap | None]:
@@ -161,6 +162,15 @@ class Vault:
             view=record.view,
             checksums=tuple(self.checksums(kept) or ()),
         )
+
+    def forget_after(self, step: int) -> None:
+        """The job has begun anew before this step: images of later ones are of a history that is no more."""
+        for seat in self._seats.values():
+            for slot, record in seat.sealed().items():
+                if record.step > step:
+                    seat.write(slot, record._replace(status=Status.EMPTY))
+            if seat.get("whole") > step:
+                seat.put(whole=-1)
 
     # --- the end
 

@@ -263,7 +263,7 @@ STATE = (
     ),
     _ours(
         "--checkpoint-keep",
-        "which checkpoints stay: last:N, every:STEPS, best:METRIC:min|max:N, with commas between; or all",
+        "which checkpoints stay: last:N, every:STEPS, best:METRIC:min|max:N, with commas between; every:1 is all",
         "POLICY",
         "last:3",
     ),

@@ -3,7 +3,9 @@
     order       position → sample, a pure function          slots     the global batch → ranks, a pure function
     plan        both together: which samples a step has     cursor    how far it is committed: the state
     sampler     for torch's own DataLoader                  loader    with workers, prefetch and keyed randomness
-    pipeline    the loader's workers                        ledger    what was used, as a chain of digests
+    handing     what loader and stream have in common       ledger    what was used, as a chain of digests
+    pipeline    batches fetched ahead, and kept             fetching  what the loader's workers do
+    keeping     handed out, for a repeated step             packing   documents into windows, inside a slot
     randomness  by sample and by slot, not by process       mixture   several datasets by weight, as one
     tokens      windows of a memory-mapped token file       stream    shards read from front to back, leased
     catalogue   a stream's shards and their order           formats   records out of text, JSON, tar, Parquet

@@ -30,6 +30,9 @@ TOTAL_MODULUS = 2**128
 BLOCK_SAMPLES = 65_536
 """How many samples' digests are computed at a time."""
 KEYS_CACHED_MAX = 64
+# Made once: a batch is small, and making a number of NumPy's takes as long as mixing a batch with it.
+_MIXING = tuple((np.uint64(s), np.uint64(f)) for s, f in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)))
+_LAST_SHIFT = np.uint64(31)
 _HALF = np.uint64(32)
 _LOWER = np.uint64(2**32 - 1)
 NAMED_MAX = 10
@@ -72,27 +75,29 @@ def first_difference(mine: Sequence[bytes], others: Sequence[bytes]) -> int | No
 
 
 @lru_cache(maxsize=KEYS_CACHED_MAX)
-def _lane_keys(epoch: int) -> tuple[np.uint64, np.uint64]:
+def _lane_keys(epoch: int) -> Words:
     digest = hashlib.blake2b(f"holdfast ledger 1\0{epoch}".encode(), digest_size=16).digest()
-    return np.uint64(int.from_bytes(digest[:8], "little")), np.uint64(int.from_bytes(digest[8:], "little"))
+    return np.frombuffer(digest, dtype="<u8").reshape(2, 1)
 
 
-def _lane(samples: Words, key: np.uint64) -> Words:
-    """The finaliser of SplitMix64: every bit of the input changes every bit of the output half the time."""
-    words = samples + key
-    words ^= words >> np.uint64(30)
-    words *= np.uint64(0xBF58476D1CE4E5B9)
-    words ^= words >> np.uint64(27)
-    words *= np.uint64(0x94D049BB133111EB)
-    words ^= words >> np.uint64(31)
+def _lanes(epoch: int, samples: Words) -> Words:
+    """Two rows, by the finaliser of SplitMix64: every bit of the input changes each of the output half the time."""
+    words = samples + _lane_keys(epoch)
+    for shift, factor in _MIXING:
+        words ^= words >> shift
+        words *= factor
+    words ^= words >> _LAST_SHIFT
     return words
 
 
 def _digests(epoch: int, samples: Words) -> Words:
-    """One row of three for each sample: the upper lane, and the lower one in halves, so that sums do not overflow."""
-    upper_key, lower_key = _lane_keys(epoch)
-    lower = _lane(samples, lower_key)
-    return np.stack((_lane(samples, upper_key), lower >> _HALF, lower & _LOWER))
+    """Three rows: the upper lane, and the lower one in halves, so that sums do not overflow."""
+    lanes = _lanes(epoch, samples)
+    rows = np.empty((3, len(samples)), dtype=np.uint64)
+    rows[0] = lanes[0]
+    np.right_shift(lanes[1], _HALF, out=rows[1])
+    np.bitwise_and(lanes[1], _LOWER, out=rows[2])
+    return rows
 
 
 def _total(sums: Sequence[int]) -> int:
@@ -105,8 +110,8 @@ def witness(samples_by_epoch: Iterable[tuple[int, Sequence[int] | Indices]]) -> 
     count = total = 0
     for epoch, samples in samples_by_epoch:
         count += len(samples)
-        words = np.asarray(samples, dtype=np.int64).astype(np.uint64)
-        total += _total(_digests(epoch, words).sum(axis=1, dtype=np.uint64).tolist())
+        words = np.array(samples, dtype=np.uint64)
+        total += _total(np.add.reduce(_digests(epoch, words), axis=1).tolist())
     return count, total % TOTAL_MODULUS
 
 

@@ -25,10 +25,11 @@ from itertools import chain
 from typing import Any, Protocol
 
 from holdfast.data.cursor import Cursor, own_place, size_of
+from holdfast.data.fetching import Collate, Feed, Transform
+from holdfast.data.handing import Handed, Handing, Weight
 from holdfast.data.order import Locality
-from holdfast.data.pipeline import Collate, Feed, Pipeline, Transform, Units
+from holdfast.data.pipeline import Pipeline, Units
 from holdfast.data.plan import LastBatch, make_plan
-from holdfast.data.slots import slots_of
 from holdfast.errors import UsageError
 
 OURS = ("batch_size", "batch_sampler", "sampler", "shuffle", "drop_last", "generator")
@@ -44,7 +45,7 @@ class Watcher(Protocol):
         """A batch, by its witness."""
 
 
-class Loader(Cursor):
+class Loader(Handing, Cursor):
     """This rank's batches of a map-style dataset."""
 
     def __init__(
@@ -86,39 +87,17 @@ class Loader(Cursor):
             locality=locality,
             fingerprint=fingerprint,
         )
-        super().__init__(plan, rank, world_size, weights)
+        Cursor.__init__(self, plan, rank, world_size, weights)
+        Handing.__init__(self, plan.slots, is_cut=slots is not None)
         feed = Feed(dataset, seed, collate_fn, transform, seed_samples)
         self._pipeline = Pipeline(plan, self.skips, feed, num_workers, options)
-        self._is_cut = slots is not None
-        self._loss_scale, self._is_last, self._slot = 1.0, True, 0
         self.watcher: Watcher | None = None
         """Who is told what `step_batches` hands out."""
-
-    @property
-    def loss_scale(self) -> float:
-        """What to multiply the mean loss of the batch handed out last with."""
-        return self._loss_scale
-
-    @property
-    def is_last_of_step(self) -> bool:
-        """Whether the batch handed out last was this rank's last of the step: the one whose backward synchronises."""
-        return self._is_last
-
-    @property
-    def slot(self) -> int:
-        """The slot of the batch handed out last; the first one, where it has several."""
-        return self._slot
 
     @property
     def has_slots(self) -> bool:
         """Whether `step_batches` gives a batch for each slot."""
         return self._is_cut
-
-    def set_place(self, rank: int, world_size: int, weights: Sequence[float] | None = None) -> None:
-        """Another view: from the next batch on, this rank has other slots."""
-        self.plan.share(0, rank, world_size, weights)
-        self.rank, self.world_size = rank, world_size
-        self.weights = None if weights is None else tuple(weights)
 
     def __iter__(self) -> Iterator[Any]:
         """The rest of the epoch, one batch a step: all slots of this rank together."""
@@ -128,19 +107,21 @@ class Loader(Cursor):
             self._drawn = max(self._drawn, step + 1)
             yield from self._batches(step, (self._slots(),))
 
-    def step_batches(self, step: int | None = None) -> Iterator[Any]:
+    def step_batches(self, step: int | None = None, *, weight: Weight | None = None) -> Iterator[Any]:
         """This rank's batches of a step (the one being trained on), one for each slot that has samples.
 
-        Without the setting `slots`, one for the whole share.
+        Without the setting `slots`, one for the whole share. `weight` says how much a batch counts, where the mean is
+        over something else than samples: its number of tokens that are not padding, for example.
         """
-        step = self._step if step is None else step
+        batches = self._witnessed(self._step if step is None else step)
+        yield from batches if weight is None else self._weighted(batches, weight)
+
+    def _witnessed(self, step: int) -> Iterator[Any]:
         self._drawn = max(self._drawn, step + 1)
-        slots = self._slots()
-        units = tuple(range(slot, slot + 1) for slot in slots) if self._is_cut else (slots,)
         if self.watcher is not None:
             self.watcher.begin(step)
-        for batch in self._batches(step, units or (range(0),)):
-            if self.watcher is not None and self._loss_scale:  # a ghost is another rank's
+        for batch in self._batches(step, self._units()):
+            if self.watcher is not None and not self.is_ghost:
                 self.watcher.add(*self._pipeline.handed)
             yield batch
 
@@ -148,17 +129,17 @@ class Loader(Cursor):
         """End the workers now, not when the loader is forgotten."""
         self._pipeline.close()
 
-    def _slots(self) -> range:
-        return slots_of(self.rank, self.world_size, self.plan.slots, self.weights)
-
     def _batches(self, step: int, units: Units) -> Iterator[Any]:
-        """Units without samples are passed over, but a rank with no other gets the first of them, as a ghost."""
-        counts = [len(self.plan.slot_share(step, unit)) for unit in units]
-        filled = [unit for unit, count in enumerate(counts) if count] or [0]
-        for unit in range(len(units)):
-            batch = self._pipeline.take(step, unit, units)
-            if unit in filled:
-                self._loss_scale = self.scale_of(step, self.plan.slot_share(step, units[unit]))
-                self._is_last = unit == filled[-1]
-                self._slot = units[unit].start
-                yield batch
+        """Units without samples are passed over, but a rank with no other gets a ghost: one sample, with scale 0."""
+        parts, total = self._pipeline.parts(step, units), len(self.plan.span(step))
+        ghosts = self._ghosts(len(parts), lambda slot: bool(self.plan.slot_share(step, range(slot, slot + 1))))
+        for index, (unit, key) in enumerate(parts):
+            batch = self._pipeline.take(step, index, units, key)
+            own = self.plan.slot_share(step, unit)
+            is_last = index == len(parts) - 1 and not ghosts
+            self._handed = Handed(self.scale_of(step, own), len(own) / total, is_last, unit.start, not own)
+            yield batch
+        for ghost in range(ghosts):  # its own last batch, which is here
+            batch = self._pipeline.take(step, len(parts) - 1, units, parts[-1].key)
+            self._handed = Handed(0.0, 0.0, ghost == ghosts - 1, parts[-1].unit.start, is_ghost=True)
+            yield batch

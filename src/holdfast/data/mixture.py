@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch.utils.data import Dataset
 
+from holdfast.data.fetching import read_many
 from holdfast.data.order import Indices, Order, Permutation, round_keys
 from holdfast.data.slots import slot_counts
 from holdfast.errors import UsageError
@@ -75,6 +76,15 @@ class Mixture(Dataset[Any]):
     def __getitem__(self, draw: int) -> Any:
         source, sample = self.place(draw)
         return self.datasets[source][sample]
+
+    def __getitems__(self, draws: Sequence[int]) -> list[Any]:
+        """Source by source, so that those that read many at once do so."""
+        places = [self.place(draw) for draw in draws]
+        items: dict[int, Any] = {}
+        for source, dataset in enumerate(self.datasets):
+            own = [index for index, (of, _) in enumerate(places) if of == source]
+            items |= zip(own, read_many(dataset, [places[index][1] for index in own]), strict=True)
+        return [items[index] for index in range(len(places))]
 
     def place(self, draw: int) -> tuple[int, int]:
         """The source of a draw and the sample in it."""

@@ -146,13 +146,7 @@ class Plan:
         """The step a state stands before; refused, if the state is of another plan."""
         if state.get("version") != STATE_VERSION or not isinstance(state.get("position"), int):
             raise UsageError("this is not a data state of this version of Holdfast")
-        for name, here in self.configuration().items():
-            there = state.get(name)
-            if (list(there) if isinstance(there, tuple) else there) != here:
-                raise UsageError(
-                    f"{_WORDS[name]} is {here!r} here and was {there!r} when the state was saved. The order of samples"
-                    " depends on it: resume with the old value, or start the data anew without loading this state."
-                )
+        check_configuration(self.configuration(), state, _WORDS)
         return self.step_at(state["position"])
 
 
@@ -178,3 +172,14 @@ def make_plan(
     """A plan from the settings of a sampler or loader. Without `slots` every sample is a slot of its own."""
     order = Order(size=size, seed=seed, shuffle=shuffle, locality=locality)
     return Plan(order, global_batch_size, slots or global_batch_size, last_batch, fingerprint)
+
+
+def check_configuration(here: dict[str, Any], state: dict[str, Any], words: dict[str, str]) -> None:
+    """Raise UsageError if a state was saved with other settings. `words` say what each is."""
+    for name, value in here.items():
+        saved = state.get(name)
+        if (list(saved) if isinstance(saved, tuple) else saved) != value:
+            raise UsageError(
+                f"{words[name]} is {value!r} here and was {saved!r} when the state was saved. The order of samples"
+                " depends on it: resume with the old value, or start the data anew without loading this state."
+            )

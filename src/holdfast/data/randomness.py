@@ -30,6 +30,11 @@ def sample_key(seed: int, epoch: int, sample: int) -> int:
     return _key("sample", seed, epoch, sample)
 
 
+def batch_key(seed: int, first: int, end: int) -> int:
+    """A 64-bit key for all that is random about putting a batch together, by its positions."""
+    return _key("batch", seed, first, end)
+
+
 def slot_key(seed: int, step: int, slot: int) -> int:
     """A 64-bit key for all that is random about a slot in a step."""
     return _key("slot", seed, step, slot)
@@ -61,9 +66,20 @@ def set_generators(key: int) -> None:
         torch.cuda.manual_seed(key)
 
 
+def generator_states() -> tuple[Any, ...]:
+    """Equal if nothing was drawn or set in between."""
+    device = torch.cuda.get_rng_state().numpy().tobytes() if _device_in_use() else None
+    numpy: Any = np.random.get_state() if np is not None else None
+    words = (numpy[1].tobytes(), *numpy[2:]) if numpy else None
+    return random.getstate(), words, torch.default_generator.get_state().numpy().tobytes(), device
+
+
 @contextmanager
-def kept_generators() -> Iterator[None]:
+def kept_generators(is_needed: bool = True) -> Iterator[None]:
     """Whatever is drawn or set in here, the generators are as they were afterwards."""
+    if not is_needed:
+        yield
+        return
     python, cpu = random.getstate(), torch.default_generator.get_state()
     numpy: Any = np.random.get_state() if np is not None else None
     device: Any = torch.cuda.get_rng_state() if _device_in_use() else None

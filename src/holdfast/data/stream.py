@@ -22,7 +22,6 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.utils.data import default_collate
 
 from holdfast.core import leases as core
@@ -31,10 +30,12 @@ from holdfast.data.catalogue import Catalogue, Paths
 from holdfast.data.cursor import own_place
 from holdfast.data.drafts import Agree, Draft, Segment, Settler
 from holdfast.data.formats import Opener
+from holdfast.data.handing import Handed, Handing, Weight, over_all_ranks
 from holdfast.data.order import Indices
+from holdfast.data.plan import check_configuration
 from holdfast.data.randomness import kept_generators, sample_key, set_generators
 from holdfast.data.reading import Shelf
-from holdfast.data.slots import loss_scale, slot_positions, slots_of
+from holdfast.data.slots import loss_scale, slot_positions
 from holdfast.errors import UsageError
 
 STATE_VERSION = 1
@@ -55,7 +56,7 @@ _WORDS = {
 }
 
 
-class Stream:
+class Stream(Handing):
     """This rank's batches of streamed shards."""
 
     def __init__(
@@ -86,12 +87,13 @@ class Stream:
         `agree`: the maximum over all ranks, where torch.distributed's default group is not the one to ask.
         """
         self._catalogue = Catalogue(shards, format, split_bytes, seed, shuffle)
-        self._is_cut, self._asked_of_all = slots is not None, agree
+        is_cut, self._asked_of_all = slots is not None, agree
         slots = slots or min(global_batch_size, len(self._catalogue), SLOTS_DEFAULT_MAX)
         if not 1 <= slots <= global_batch_size:
             raise UsageError(f"{slots} slots for a global batch of {global_batch_size}; give 1 to that many")
         if last_batch not in ("across", "short") or (epochs is not None and epochs < 1):
             raise UsageError(f"last_batch is {last_batch!r}, epochs {epochs!r}; give across or short, and 1 or more")
+        super().__init__(slots, is_cut)
         self.rules = Rules(len(self._catalogue), slots, epochs or 0, last_batch == "across")
         self.global_batch_size, self.seed = global_batch_size, seed
         self._transform, self._collate, self._seed_samples = transform, collate_fn or default_collate, seed_samples
@@ -117,10 +119,8 @@ class Stream:
         self._is_compared = False
         """Whether all ranks of the view have the same stream."""
         self._some_record: tuple[int, int, Any] | None = None
-        self._loss_scale, self._is_last, self._slot, self._samples = 1.0, True, 0, _NOTHING
-        self.weights: tuple[float, ...] | None = None
-        self.rank, self.world_size = own_place(rank, world_size)
-        self.set_place(self.rank, self.world_size, weights)
+        self._samples = _NOTHING
+        self.set_place(*own_place(rank, world_size), weights)
 
     # --- what can be read
 
@@ -133,21 +133,6 @@ class Stream:
     def epoch(self) -> int:
         """The epoch of the oldest shard that is not read to its end."""
         return self._catalogue.epoch_of(core.oldest_turn(self._book))
-
-    @property
-    def loss_scale(self) -> float:
-        """What to multiply the mean loss of the batch handed out last with."""
-        return self._loss_scale
-
-    @property
-    def is_last_of_step(self) -> bool:
-        """Whether the batch handed out last was this rank's last of the step: the one whose backward synchronises."""
-        return self._is_last
-
-    @property
-    def slot(self) -> int:
-        """The slot of the batch handed out last; the first one, where it has several."""
-        return self._slot
 
     @property
     def samples(self) -> Indices:
@@ -173,16 +158,16 @@ class Stream:
             if self._draft is draft:
                 raise UsageError("a step was drawn and not committed: call commit() after each optimizer step")
 
-    def step_batches(self) -> Iterator[Any]:
+    def step_batches(self, *, weight: Weight | None = None) -> Iterator[Any]:
         """This rank's batches of the step being trained on, one for each slot that has records.
 
-        Without the setting `slots`, one for the whole share.
+        Without the setting `slots`, one for the whole share. `weight`: as hf.Loader's.
         """
         draft = self._settled()
         if not draft.total:
             raise UsageError(f"the stream is used up after {self._step:,} steps: ask for no more, or for more epochs")
-        slots = self._slots()
-        yield from self._batches(draft, [range(slot, slot + 1) for slot in slots] if self._is_cut else [slots])
+        batches = self._batches(draft, self._units())
+        yield from batches if weight is None else self._weighted(batches, weight)
 
     def commit(self) -> None:
         """Say that the step was trained on: call it after each `optimizer.step()`, on every rank."""
@@ -207,9 +192,7 @@ class Stream:
 
     def set_place(self, rank: int, world_size: int, weights: Sequence[float] | None = None) -> None:
         """Another view: from the next batch on, this rank has other slots."""
-        slots_of(rank, world_size, self.rules.slots, weights)
-        self.rank, self.world_size = rank, world_size
-        self.weights = None if weights is None else tuple(weights)
+        super().set_place(rank, world_size, weights)
         self._is_compared = False
         self._begin_anew()
 
@@ -228,12 +211,7 @@ class Stream:
         """Continue after the last committed step, at whatever world size."""
         if state.get("version") != STATE_VERSION or not isinstance(state.get("step"), int):
             raise UsageError("this is not a state of streamed shards of this version of Holdfast")
-        for name, here in self._configuration.items():
-            if state.get(name) != here:
-                raise UsageError(
-                    f"{_WORDS[name]} is {here!r} here and was {state.get(name)!r} when the state was saved: resume with"
-                    " the old one, or start the data anew without loading this state."
-                )
+        check_configuration(self._configuration, state, _WORDS)
         try:
             self._book = core.from_plain(self.rules, state.get("book"))
         except (msgspec.ValidationError, TypeError) as error:
@@ -288,14 +266,7 @@ class Stream:
     def _ask_all(self, values: list[int]) -> list[int]:
         if self._asked_of_all is not None:
             return self._asked_of_all(values)
-        if self.world_size == 1:
-            return values
-        if not dist.is_available() or not dist.is_initialized():
-            raise UsageError("the ranks must agree on the records of a step: initialise torch.distributed first")
-        device = torch.accelerator.current_accelerator() if dist.get_backend() == "nccl" else "cpu"
-        tensor = torch.tensor(values, dtype=torch.int64, device=device)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-        return list(map(int, tensor.tolist()))
+        return over_all_ranks(values, torch.int64, self.world_size)
 
     def _mark(self) -> int:
         """A number that differs where ranks do not have the same stream at the same place."""
@@ -308,15 +279,17 @@ class Stream:
     def _batches(self, draft: Draft, units: Sequence[range]) -> Iterator[Any]:
         """Units without records are passed over, but a rank with no other gets a ghost: one record, with scale 0."""
         filled = [unit for unit in units if any(draft.count(slot) for slot in unit)]
+        ghosts = self._ghosts(len(filled), lambda slot: bool(draft.count(slot))) or int(not filled)
         for unit in filled:
             items = [item for slot in unit for part in draft.segments[slot] for item in self._items(part)]
-            self._loss_scale = loss_scale(len(items), draft.total, self.world_size)
-            self._is_last, self._slot = unit is filled[-1], unit.start
+            scale = loss_scale(len(items), draft.total, self.world_size)
+            is_last = unit is filled[-1] and not ghosts
+            self._handed = Handed(scale, len(items) / draft.total, is_last, unit.start)
             self._samples = np.array([number for number, _ in items], dtype=np.int64)
             yield self._collate([item for _, item in items])
-        if not filled:
-            self._loss_scale, self._is_last, self._samples = 0.0, True, _NOTHING
-            self._slot = self._slots().start
+        for ghost in range(ghosts):
+            self._samples = _NOTHING
+            self._handed = Handed(0.0, 0.0, ghost == ghosts - 1, self._slots().start, is_ghost=True)
             yield self._collate([self._ghost(draft)])
 
     def _items(self, part: Segment) -> Iterator[tuple[int, Any]]:
@@ -344,9 +317,6 @@ class Stream:
         return self._transformed(*self._some_record)
 
     # --- small things
-
-    def _slots(self) -> range:
-        return slots_of(self.rank, self.world_size, self.rules.slots, self.weights)
 
     def _read_ahead(self) -> None:
         wanted = [(lease, self._shares[slot]) for slot in self._slots() for lease in self._book.held[slot]]

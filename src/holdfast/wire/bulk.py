@@ -46,8 +46,8 @@ ANSWER = b"holdfast: this port is for agents of a Holdfast job; what you sent is
 BLOCK_BYTES = 8 * 2**20
 """As in images' checksums. Large enough that a header costs nothing, small enough to be sent again."""
 IMAGE_BYTES_MAX = 2**40
-FRAME_BYTES_MAX = 2**20
-"""The checksums of the largest image are half of it."""
+FRAME_BYTES_MAX = 64 * 2**20
+"""Of who has proved itself. An inventory has the checksums of all that is kept: for 100 GB, 50 kB."""
 HANDSHAKE_FRAME_BYTES_MAX = 4_096
 HANDSHAKE_S = 10.0
 STALL_S = 20.0
@@ -91,7 +91,7 @@ class Offer(msgspec.Struct, frozen=True, tag="offer"):
 
 
 class Contribute(msgspec.Struct, frozen=True, tag="contribute", kw_only=True):
-    """Client: take this piece of an image into the parity of its group. See agent/parity.py."""
+    """Client: take this piece of an image into the parity of its group. See agent/replicas/parity.py."""
 
     label: Label
     group: tuple[Name, ...]

@@ -149,6 +149,8 @@ class Sealed(msgspec.Struct, frozen=True, tag="sealed"):
     notes: dict[str, str] = {}
     url: str = ""
     """Where to; empty: where the job's checkpoints are. Of one that says so, it wants to know what comes of it."""
+    keep: str = ""
+    """Which checkpoints stay there; empty: as the job's do."""
 
 
 class AskHeld(msgspec.Struct, frozen=True, tag="ask-held"):

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.modules.batchnorm import SyncBatchNorm, _NormBase
 
+from holdfast.data.handing import Weight
 from holdfast.data.randomness import set_generators, slot_key
 from holdfast.data.slots import slots_of
 from holdfast.data.tree_sum import Node, TreeSum, largest_nodes
@@ -74,15 +75,15 @@ class Canonical:
                 " over step.batches(loader), which must be left at its end and not before"
             )
 
-    def batches(self, step: Step, data: Any, seed: int) -> Iterator[Any]:
+    def batches(self, step: Step, data: Any, seed: int, weight: Weight | None) -> Iterator[Any]:
         """This rank's slots; at the end everybody has the gradient of all slots."""
         self._check_world(data)
         self._is_under_way = True
         versions = self._versions()
         reduction = Reduction(self._layout_for(data.world_size), data)
-        for batch in data.step_batches():
-            slot, is_ghost = data.slot, data.loss_scale == 0
-            step._uses(0.0 if is_ghost else reduction.scale_of(slot))
+        for batch in data.step_batches(weight=weight):
+            slot, is_ghost = data.slot, data.is_ghost
+            step._uses(data.share)
             set_generators(slot_key(seed, step.number, slot))
             yield batch
             reduction.take(None if is_ghost else slot)
@@ -140,10 +141,6 @@ class Reduction:
         self._next = self._slots[self._rank].start
         self._tree: TreeSum[Loose] = TreeSum(self._total, add)
         self._before = take_gradients(layout.parameters)
-
-    def scale_of(self, slot: int) -> float:
-        """Of a mean over the slot's samples, for the mean over the step's."""
-        return self._samples(range(slot, slot + 1)) / len(self._plan.span(self._step))
 
     def take(self, slot: int | None) -> None:
         """The gradients of a slot, whose backward is through; or, without a slot, of a ghost, which are nothing."""

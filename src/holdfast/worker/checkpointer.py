@@ -124,7 +124,7 @@ class Checkpointer:
         self._tracked = Tracked(**objects)
         shards = shards_of(self._tracked.modules().values())
         if self._line is not None:
-            self._keeper = AgentKeeper(self._line, self._url)
+            self._keeper = AgentKeeper(self._line, self._url, str(self._policy))
         else:
             self._keeper = OwnKeeper(self._store, self._policy, _attempt(talking), self._about)
         self._snapshots = Snapshots(self._keeper, self._tracked, Settings(), lambda: (self._metrics, {}))
@@ -156,8 +156,8 @@ class Checkpointer:
 class AgentKeeper:
     """The agent, at the other end of a line (snapshots.Keeper)."""
 
-    def __init__(self, line: Line, url: str) -> None:
-        self._line, self._url = line, url
+    def __init__(self, line: Line, url: str, keep: str) -> None:
+        self._line, self._url, self._keep = line, url, keep
         self._waited_for: list[int] = []
 
     @property
@@ -166,7 +166,7 @@ class AgentKeeper:
 
     def tell(self, message: NeedRoom | Sealed) -> None:
         if isinstance(message, Sealed):
-            message = msgspec.structs.replace(message, url=self._url)
+            message = msgspec.structs.replace(message, url=self._url, keep=self._keep)
             self._waited_for.append(message.step)
         self._line.tell(message)
 

@@ -97,6 +97,12 @@ def is_sharded(modules: Iterable[torch.nn.Module]) -> bool:
     return any(fully_sharded.is_sharded(module) for module in modules)
 
 
+def communicates_in_forward(modules: Iterable[torch.nn.Module]) -> bool:
+    """Whether a forward pass is one of all ranks together, so that all must make as many."""
+    parts = [part for module in modules for part in module.modules()]
+    return any(isinstance(part, (FSDPModule, torch.nn.SyncBatchNorm)) for part in parts)
+
+
 def shards_of(modules: Iterable[torch.nn.Module]) -> int:
     """Into how many different parts the state is cut; 1 if every rank has all of it."""
     return max((fully_sharded.shards_of(module) for module in modules), default=1)

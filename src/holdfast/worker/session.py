@@ -29,6 +29,7 @@ from typing import Any, Literal, get_args
 
 import torch.distributed as dist
 
+from holdfast.data.handing import Handing, Weight
 from holdfast.data.randomness import set_generators, slot_key
 from holdfast.errors import UsageError
 from holdfast.state.tracked import Tracked
@@ -38,7 +39,7 @@ from holdfast.worker.engine import Engine
 from holdfast.worker.error_file import ERROR_FILE_VARIABLE
 from holdfast.worker.feeding import Feed
 from holdfast.worker.launch import launch
-from holdfast.worker.models import prepare_models, set_gradient_sync
+from holdfast.worker.models import communicates_in_forward, prepare_models, set_gradient_sync
 from holdfast.worker.steps import Step
 
 Reduction = Literal["average", "canonical"]
@@ -124,7 +125,12 @@ class Job:
             self._tracked.add(name, thing)
         for optimizer in self._tracked.optimizers().values():
             optimizer.register_step_pre_hook(self._before_update)
-        prepare_models(self._tracked.modules().values())
+        modules = list(self._tracked.modules().values())
+        prepare_models(modules)
+        if communicates_in_forward(modules):
+            for thing in self._tracked.others().values():
+                if isinstance(thing, Handing):
+                    thing.even_batches = True
         if self._reduction == "canonical":
             self._canonical = Canonical(self._tracked)
         self._engine.restore()
@@ -213,10 +219,12 @@ class Job:
             with Path(error_file).with_name(STEP_LOG).open("a") as file:
                 file.write(json.dumps(line) + "\n")
 
-    def _batches(self, step: Step, data: Any) -> Iterator[Any]:
+    def _batches(self, step: Step, data: Any, weight: Weight | None) -> Iterator[Any]:
         if self._canonical is not None:
             self._canonical.check(data)
         if not hasattr(data, "step_batches"):
+            if weight is not None:
+                raise UsageError("weight= needs an hf.Loader or an hf.Stream, which know all of a step's batches")
             batch = self._feed(step, data).batch(step.number)
             self._set_generators(step.number)  # as if nothing had been drawn: a repeated step draws nothing
             yield batch
@@ -224,10 +232,10 @@ class Job:
         if not self._is_tracked(data):
             raise UsageError("the loader is not tracked: name it in job.track(data=…), so that its position is kept")
         if self._canonical is not None:
-            yield from self._canonical.batches(step, data, self._engine.seed)
+            yield from self._canonical.batches(step, data, self._engine.seed, weight)
             return
         modules = self._tracked.modules().values()
-        for batch in data.step_batches():
+        for batch in data.step_batches(weight=weight):
             set_gradient_sync(modules, data.is_last_of_step)
             step._uses(data.loss_scale)
             set_generators(slot_key(self._engine.seed, step.number, data.slot))

@@ -6,6 +6,8 @@ All ranks copy the state before the same steps, as they agree at each commit, in
     can         whether this rank has a slot to write into; all must
     every       how many steps apart copies should be, by what they cost here; the largest counts
     wanted      whether the next one is to become a checkpoint; one rank's wish is enough
+    whole       the last step that this rank knows to be whole everywhere: one that died before it heard of it, or was
+                replaced, learns it from the others before it overwrites anything
 
 A copy of the state before step n begins when step n does, after what a forward changes was copied at once. The update
 of step n waits for it (`join`), and the commit of step n tells the others. So two slots are enough, by the rule of the
@@ -47,10 +49,12 @@ SMOOTHING = 0.2
 """Of the newest measurement, in the running means of costs."""
 PATIENCE_S = 600.0
 """How long a copy that must be made may wait for a slot whose state is still being written to storage."""
-
-
-NO_WORDS = (0, 0, 0, 0)
+NO_WORDS = (0, 0, 0, 0, -1)
 """Of a rank whose node keeps no snapshots: it has none and can make none, so nobody does. As many as the others say."""
+STEP_BITS = 40
+STEP_MAX = 2**STEP_BITS - 1
+"""Of a step, in a word that has its view too."""
+
 
 Describe = Callable[[], tuple[dict[str, float], dict[str, str]]]
 """Metrics, and whatever else a checkpoint's manifest should say."""
@@ -142,19 +146,19 @@ class Snapshots:
 
     # --- what travels with a commit
 
-    def words(self, step: int) -> tuple[int, int, int, int]:
+    def words(self, step: int) -> tuple[int, int, int, int, int]:
         """Of the step that is being committed. The largest of each counts, so what must be the lowest is negative."""
         after = step + 1
         wanted = self._is_owed or self._wants_checkpoint(after)
         can = self._room_is_there() and self._free_slot() is not None
-        return -int(self._has_last()), -int(can), self._interval(), int(wanted)
+        return -int(self._has_last()), -int(can), self._interval(), int(wanted), self._whole_word()
 
     def agreed(self, step: int, words: Sequence[int]) -> None:
         """The commit is through."""
-        has, can, every, wanted = -words[0], -words[1], words[2], words[3]
+        has, can, every, wanted, whole = -words[0], -words[1], *words[2:]
         if self._seat is not None:
-            if has:
-                self._seat.put(whole=self._last)
+            if has or whole >= 0:
+                self._seat.put(whole=self._last if has else whole & STEP_MAX)
             self._seat.put(every=every, cost_ns=int(1e9 * self._stall_s), step_ns=int(1e9 * self._step_s))
             if wanted and not can and not self._is_owed:
                 self._seat.count("skipped")
@@ -181,7 +185,13 @@ class Snapshots:
         """Whether the last copy that all were to make in this view is whole here."""
         if self._seat is None or self._last < 0:
             return False
-        return any(r.step == self._last and r.view == self._view for r in self._seat.sealed().values())
+        return self._is_copied(self._last) and any(
+            r.step == self._last and r.view == self._view for r in self._seat.sealed().values()
+        )
+
+    def _is_copied(self, step: int) -> bool:
+        """Whether the other nodes that are to have it, have it."""
+        return self._seat is None or not self._seat.get("partners") or self._seat.get("safe") >= step
 
     # --- a step
 
@@ -367,12 +377,12 @@ class Snapshots:
         """One that may be overwritten by the rule, and that nobody reads."""
         if self._seat is None or self._copy is not None:
             return None
-        whole = self._seat.get("whole")
         records = [self._seat.record(number) for number in range(len(self._slots))]
+        whole = self._whole()
         free = [
             (record.status is Status.SEALED, record.step, number)
             for number, record in enumerate(records)
-            if not (record.status is Status.SEALED and (record.step == whole or self._is_awaited(record)))
+            if not (record.status is Status.SEALED and (record == whole or self._is_awaited(record)))
         ]
         for _, _, number in sorted(free):
             if self._slots[number].lock.take():
@@ -380,10 +390,24 @@ class Snapshots:
                 return number
         return None
 
+    def _whole(self) -> Record | None:
+        """The image of the last step that is known to be whole everywhere. Of two of that step, the later: the other is
+        of a history that was gone back from."""
+        if self._seat is None:
+            return None
+        step = self._seat.get("whole")
+        found = [record for record in self._seat.sealed().values() if record.step == step]
+        return max(found, key=lambda record: (record.view, record.created_ns), default=None)
+
+    def _whole_word(self) -> int:
+        """Its step, behind its view: one of a later view counts, even if its step is lower."""
+        record = self._whole()
+        return -1 if record is None else record.view << STEP_BITS | record.step
+
     def _is_awaited(self, record: Record) -> bool:
-        """Whether the agent was told to write it to storage and has not begun. Of another view: it may never have been
-        told, as the one who should have is dead, and nobody waits for that."""
-        return record.wanted == Wanted.YES and record.view == self._view
+        """Whether the agent was told to write it to storage and has not begun, or has still to copy it to other nodes.
+        Of another view: it may never have been told, as the one who should have is dead; nobody waits for that."""
+        return record.view == self._view and (record.wanted == Wanted.YES or not self._is_copied(record.step))
 
     def _room_is_there(self) -> bool:
         """Whether the agent has made room, and we have moved in. Mapping it takes a while: nobody waits for that."""

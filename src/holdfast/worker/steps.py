@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from holdfast.data.handing import Weight
 from holdfast.errors import UsageError
 
 if TYPE_CHECKING:
@@ -40,9 +41,13 @@ class Step:
     ) -> bool:
         return self._job._end_step(self, error)
 
-    def batches(self, data: Iterable[Any]) -> Iterator[Any]:
-        """This rank's batches of the step: one for each of its slots from an hf.Loader that has `slots`, else one."""
-        yield from self._job._batches(self, data)
+    def batches(self, data: Iterable[Any], *, weight: Weight | None = None) -> Iterator[Any]:
+        """This rank's batches of the step: one for each of its slots from an hf.Loader that has `slots`, else one.
+
+        `weight` says how much a batch counts in the mean over the global batch, where that is not one over samples:
+        `weight=lambda batch: (batch["targets"] != -100).sum()`, with losses that are means over a batch's tokens.
+        """
+        yield from self._job._batches(self, data, weight)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss of the batch handed out last, weighted so that the average over ranks is the mean over the global

@@ -2,10 +2,12 @@
 
     exact.py STEPS [--seed N] [--size N] [--slots N] [--fault POINT:STEP:RANK]… [--skip AT:FIRST:END] [--wrong STEP]
 
-POINT     forward, between; kill -9 once
+POINT     forward, middle (after the first of its batches), between; kill -9 once. RANK may be `last`
+--workers         processes of the loader
 --skip    before step AT of the job the loader is told to pass over its steps FIRST to END - 1
 --wrong   in this step rank 0 leaves its last batch out
 WORK/used         step rank samples…, of committed steps
+WORK/read         samples as the dataset itself was asked for them, by the pid of the training process
 WORK/hurry        no more pauses
 """
 
@@ -30,6 +32,7 @@ parser.add_argument("--fault", action="append", default=[])
 parser.add_argument("--skip", default="")
 parser.add_argument("--skip-rank", type=int, default=-1)
 parser.add_argument("--wrong", type=int, default=-1)
+parser.add_argument("--workers", type=int, default=0)
 parser.add_argument("--pause", type=float, default=0.0)
 arguments = parser.parse_args()
 work = Path(os.environ["WORK"])
@@ -38,17 +41,36 @@ work = Path(os.environ["WORK"])
 def hurt(point: str, step: int, rank: int) -> None:
     for index, text in enumerate(arguments.fault):
         mark = work / f"fired-{index}"
-        if text == f"{point}:{step}:{rank}" and not mark.exists():
+        names = {f"{point}:{step}:{rank}"} | ({f"{point}:{step}:last"} if rank == job.world_size - 1 else set())
+        if text in names and not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-dataset = [(torch.full((4,), float(i % 7)), torch.tensor([i])) for i in range(arguments.size)]
+class Logged(torch.utils.data.Dataset):
+    """Writes down what it is asked for."""
+
+    def __len__(self) -> int:
+        return arguments.size
+
+    def __getitem__(self, sample: int) -> tuple[torch.Tensor, torch.Tensor]:
+        is_worker = torch.utils.data.get_worker_info() is not None
+        with (work / "read").open("a") as file:
+            file.write(f"{os.getppid() if is_worker else os.getpid()} {sample}\n")
+        return torch.full((4,), float(sample % 7)), torch.tensor([sample])
+
+
 job = hf.init(seed=1)
 torch.manual_seed(0)
 model = DistributedDataParallel(torch.nn.Linear(4, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-data = hf.Loader(dataset, global_batch_size=arguments.batch, seed=arguments.seed, slots=arguments.slots)
+data = hf.Loader(
+    Logged(),
+    global_batch_size=arguments.batch,
+    seed=arguments.seed,
+    slots=arguments.slots,
+    num_workers=arguments.workers,
+)
 job.track(model=model, optimizer=optimizer, data=data)
 for step in job.steps(arguments.steps):
     if arguments.skip:
@@ -61,6 +83,7 @@ for step in job.steps(arguments.steps):
         for x, number in step.batches(data):
             step.backward(model(x).mean())
             used += number.flatten().tolist() if step.scale(torch.ones(())) else []
+            hurt("middle", step.number, job.rank)
             if step.number == arguments.wrong and job.rank == 0:
                 data.is_last_of_step or model.zero_grad()
                 break

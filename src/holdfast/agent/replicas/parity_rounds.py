@@ -16,19 +16,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import msgspec
-import structlog
 
-from holdfast.agent.blocks import checksums_of
-from holdfast.agent.bulk import BulkClient
-from holdfast.agent.parity import piece
-from holdfast.agent.parity_store import Age, ParityStore
-from holdfast.agent.replicator import RETRY_FIRST_S, RETRY_MAX_S, Image, Images, label_of
+from holdfast.agent.replicas.blocks import checksums_of
+from holdfast.agent.replicas.bulk import BulkClient
+from holdfast.agent.replicas.parity import piece
+from holdfast.agent.replicas.parity_store import Age, ParityStore
+from holdfast.agent.replicas.replicator import RETRY_FIRST_S, RETRY_MAX_S, Complaint, Image, Images, label_of
 from holdfast.core.orders import Peer
 from holdfast.errors import ReplicaError, WireError
 from holdfast.wire.bulk import Contribute, Label
 from holdfast.wire.tls import Tls
-
-log = structlog.get_logger("agent")
 
 
 class ParityRounds:
@@ -90,7 +87,7 @@ class SeatRounds:
         self.sealed: Age | None = None
         """The newest step whose parity is sealed on all members; our image of it is pinned."""
         self._pins = pins
-        self._trouble = ""
+        self._complaint = Complaint()
         self.news = asyncio.Event()
         self._tasks = [asyncio.create_task(self._run()), asyncio.create_task(self._watch())]
 
@@ -177,7 +174,4 @@ class SeatRounds:
         self._clients[name].contribute(offered, content[where])
 
     def _say(self, trouble: str) -> None:
-        kind = trouble.rpartition(": ")[2]
-        if kind != self._trouble:
-            self._trouble = kind
-            log.warning(trouble) if trouble else log.info(f"parity of local rank {self._seat} is kept again")
+        self._complaint.say(trouble, f"parity of local rank {self._seat} is kept again")

@@ -75,6 +75,8 @@ class Slot(Generic[LabelT]):
         """Held while its file is made or changes its size: who has mapped one must not find it shorter."""
         self.pins = 0
         """How many read it now."""
+        self._mapped: mmap.mmap | None = None
+        """Kept from image to image: to map the same pages anew takes as long as to fill them."""
 
     @property
     def sealed(self) -> LabelT | None:
@@ -95,7 +97,11 @@ class Slot(Generic[LabelT]):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            had = os.fstat(descriptor).st_blocks * 512
+            found = os.fstat(descriptor)
+            had = found.st_blocks * 512
+            if found.st_size == size_bytes <= had:
+                return
+            self._mapped = None
             if size_bytes - had > free_bytes(self.path.parent) - RESERVE_BYTES:
                 raise ReplicaError(lack_of_room(self.path.parent, size_bytes - had))
             os.ftruncate(descriptor, size_bytes)
@@ -107,15 +113,21 @@ class Slot(Generic[LabelT]):
         finally:
             os.close(descriptor)
 
-    def map(self, *, writable: bool) -> mmap.mmap:
+    def readable(self) -> mmap.mmap:
         """Its bytes."""
-        with self.path.open("r+b" if writable else "rb") as file:
-            access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
-            return mmap.mmap(file.fileno(), 0, access=access)
+        with self.path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def writable(self) -> mmap.mmap:
+        """The same, to be written; not to be closed."""
+        if self._mapped is None:
+            with self.path.open("r+b") as file:
+                self._mapped = mmap.mmap(file.fileno(), 0)
+        return self._mapped
 
     def empty(self) -> None:
-        """Give its memory back."""
-        self.head = None
+        """Give its memory back, at once or when nobody writes into it any more."""
+        self.head = self._mapped = None
         for path in (self._head_path, self.path):
             path.unlink(missing_ok=True)
 
@@ -158,22 +170,17 @@ def reading(slots: list[Slot[LabelT]], age: tuple[int, int], lock: threading.RLo
         if slot is None:
             raise ReplicaError(f"step {age[1]} of view {age[0]} is not here")
         slot.pins += 1
-        mapped = slot.map(writable=False)
+        mapped = slot.readable()
     try:
         with memoryview(mapped) as content:
             yield content
     finally:
-        close(mapped)
+        try:
+            mapped.close()
+        except BufferError:
+            pass  # somebody has kept a view: it closes with the last one
         with lock:
             slot.pins -= 1
-
-
-def close(mapped: mmap.mmap) -> None:
-    """Now, or with the last view that somebody has kept."""
-    try:
-        mapped.close()
-    except BufferError:
-        pass
 
 
 def free_bytes(directory: Path) -> int:

@@ -20,8 +20,8 @@ from typing import Protocol
 import msgspec
 import structlog
 
-from holdfast.agent.blocks import pack
-from holdfast.agent.bulk import BulkClient
+from holdfast.agent.replicas.blocks import pack
+from holdfast.agent.replicas.bulk import BulkClient
 from holdfast.core.orders import Peer
 from holdfast.errors import ReplicaError, WireError
 from holdfast.wire.bulk import Label
@@ -30,6 +30,8 @@ from holdfast.wire.tls import Tls
 RETRY_FIRST_S = 0.1
 RETRY_MAX_S = 5.0
 """A partner that is being replaced is away for as long; the master names another one when it is gone."""
+
+TRIES_BEFORE_SAID = 3
 
 log = structlog.get_logger("agent")
 
@@ -73,7 +75,7 @@ class Images(Protocol):
     def newest(self, seat: int) -> Image | None: ...
 
     def at(self, seat: int, view: int, step: int) -> Image | None:
-        """The one of this step, if it is still there."""
+        """The one of this step, if it is still there. For any thread."""
 
     @property
     def sealed_count(self) -> int:
@@ -146,6 +148,25 @@ class Replicator:
         task.add_done_callback(self._ending.discard)
 
 
+class Complaint:
+    """Trouble that is said once for each kind (what changes from try to try is the step), and not if it is over in a
+    moment: when a view begins, one node hears of it before another."""
+
+    def __init__(self) -> None:
+        self._kind, self._times = "", 0
+
+    def say(self, trouble: str, relief: str) -> None:
+        """No trouble is the end of it."""
+        kind = trouble.rpartition(": ")[2]
+        was_said = self._times >= TRIES_BEFORE_SAID
+        self._times = self._times + 1 if kind == self._kind else 1
+        self._kind = kind
+        if trouble and self._times == TRIES_BEFORE_SAID:
+            log.warning(trouble)
+        elif not trouble and was_said and self._times == 1:
+            log.info(relief)
+
+
 class _Follower:
     """One partner."""
 
@@ -154,7 +175,7 @@ class _Follower:
         self._on_safe = on_safe
         self._there: dict[int, tuple[int, int]] = {}
         """By seat: the age of the newest image that is sealed there."""
-        self._trouble = ""
+        self._complaint = Complaint()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"replicate-{peer.node_id}")
         self._task = asyncio.create_task(self._run())
 
@@ -215,14 +236,7 @@ class _Follower:
             return True
 
     def _say(self, trouble: str) -> None:
-        """Once for each kind: what changes from try to try is the step."""
-        kind = trouble.rpartition(": ")[2]
-        if kind != self._trouble:
-            self._trouble = kind
-            if trouble:
-                log.warning(trouble)
-            else:
-                log.info(f"snapshots are copied to {self._peer.node_id} again")
+        self._complaint.say(trouble, f"snapshots are copied to {self._peer.node_id} again")
 
 
 def label_of(node_id: str, image: Image) -> Label:

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import structlog
 
-from holdfast.agent.blocks import block_count, checksum, pack, span, unpack
+from holdfast.agent.replicas.blocks import block_count, checksum, pack, span, unpack
 from holdfast.agent.store_ports import listen
 from holdfast.errors import HoldfastError, ReplicaError, WireError
 from holdfast.wire.bulk import (

@@ -21,8 +21,8 @@ from urllib.parse import quote
 import msgspec
 import structlog
 
-from holdfast.agent.blocks import block_count, span
-from holdfast.agent.slots import Head, Slot, close, oldest, open_slots, reading
+from holdfast.agent.replicas.blocks import block_count, span
+from holdfast.agent.replicas.slots import Head, Slot, oldest, open_slots, reading
 from holdfast.errors import ReplicaError
 from holdfast.wire.bulk import Label
 
@@ -120,6 +120,13 @@ class Guests:
                 self.drop(node_id)
             return gone
 
+    def forget_after(self, step: int) -> None:
+        """The job has begun anew before this step: images of later ones are of a history that is no more."""
+        with self._lock:
+            for slot in (slot for slots in self._seats.values() for slot in slots):
+                if slot.sealed is not None and slot.sealed.step > step and slot.writer is None and not slot.pins:
+                    slot.empty()
+
     def clear(self) -> None:
         """The job is over."""
         with self._lock:
@@ -173,8 +180,7 @@ class Incoming:
 
     def __init__(self, slot: Slot[Label], label: Label, writer: object, lock: threading.RLock) -> None:
         self._slot, self._label, self._writer, self._lock = slot, label, writer, lock
-        self._mapped = slot.map(writable=True)
-        self._bytes = memoryview(self._mapped)
+        self._bytes = memoryview(slot.writable())
         self._is_over = False
 
     @property
@@ -206,7 +212,6 @@ class Incoming:
             return
         self._is_over = True
         self._bytes.release()
-        close(self._mapped)
         with self._lock:
             if self._slot.writer is self._writer:
                 self._slot.writer = None

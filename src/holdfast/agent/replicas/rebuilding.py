@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
-from holdfast.agent.blocks import checksum, span, unpack
-from holdfast.agent.bulk import BulkClient
-from holdfast.agent.guests import Guests, Held
-from holdfast.agent.parity import rebuild
+from holdfast.agent.replicas.blocks import checksum, span, unpack
+from holdfast.agent.replicas.bulk import BulkClient
+from holdfast.agent.replicas.guests import Guests, Held
+from holdfast.agent.replicas.parity import rebuild
 from holdfast.core.orders import Peer
 from holdfast.errors import ReplicaError, WireError
 from holdfast.wire.bulk import BLOCK_BYTES, Kept, Label, Read

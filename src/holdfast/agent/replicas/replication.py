@@ -18,13 +18,13 @@ from pathlib import Path
 
 import structlog
 
-from holdfast.agent.bulk import BulkServer, Sink
 from holdfast.agent.config import AgentConfig
-from holdfast.agent.guests import Guests, Held, directory_name
-from holdfast.agent.parity_rounds import ParityRounds
-from holdfast.agent.parity_store import ParityLabel, ParityStore
-from holdfast.agent.rebuilding import rebuild_lost
-from holdfast.agent.replicator import Image, Images, Replicator, Safe
+from holdfast.agent.replicas.bulk import BulkServer, Sink
+from holdfast.agent.replicas.guests import Guests, Held, directory_name
+from holdfast.agent.replicas.parity_rounds import ParityRounds
+from holdfast.agent.replicas.parity_store import ParityLabel, ParityStore
+from holdfast.agent.replicas.rebuilding import rebuild_lost
+from holdfast.agent.replicas.replicator import Image, Images, Replicator, Safe
 from holdfast.core.orders import Peer, Serve
 from holdfast.core.placement import lives_elsewhere
 from holdfast.errors import ReplicaError
@@ -86,6 +86,21 @@ class Replication:
         return self._server.port
 
     @property
+    def partners(self) -> int:
+        """How many other nodes have, or should have, a part in keeping this node's images."""
+        if self._rounds is not None:
+            return 1
+        return len(self.replicator.progress())
+
+    def safe_step(self, seat: int) -> int:
+        """The newest step of a seat that all of them have; -1: none."""
+        if self._rounds is not None:
+            sealed = self.parity_sealed().get(seat)
+            return sealed[1] if sealed else -1
+        found = [seats[seat].step if seat in seats else -1 for seats in self.replicator.progress().values()]
+        return min(found, default=-1)
+
+    @property
     def held(self) -> list[Held]:
         """Other nodes' images that are whole here."""
         return self._guests.held() if self._guests else []
@@ -102,6 +117,11 @@ class Replication:
         self._guests.promise({peer.node_id: peer.workers for peer in order.guests})
         self.replicator.follow(() if _is_elsewhere(order) else order.partners)
         self._join_group(order.job_id, () if _is_elsewhere(order) else order.parity)
+
+    def begin_from(self, step: int) -> None:
+        """All workers have begun anew before this step."""
+        if self._guests is not None:
+            self._guests.forget_after(step)
 
     def hold(self) -> None:
         """No part in the job for now. What is here of others stays: it may be needed."""

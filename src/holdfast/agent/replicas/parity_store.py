@@ -21,9 +21,9 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.agent.blocks import block_count, span
-from holdfast.agent.parity import piece, xor_into
-from holdfast.agent.slots import Head, Slot, close, oldest, open_slots, reading
+from holdfast.agent.replicas.blocks import block_count, span
+from holdfast.agent.replicas.parity import piece, xor_into
+from holdfast.agent.replicas.slots import Head, Slot, oldest, open_slots, reading
 from holdfast.errors import ReplicaError
 from holdfast.wire.bulk import BLOCK_BYTES, Contribute, Label
 
@@ -189,10 +189,8 @@ class _Round:
                 raise ReplicaError("it has contributed another image of this step")
             self._mixed.setdefault(label.node_id, set())
             if self._mapped is None or len(self._mapped) < size_bytes:
-                if self._mapped:
-                    close(self._mapped)
                 self._slot.allocate(max(size_bytes, 1))
-                self._mapped = self._slot.map(writable=True)
+                self._mapped = self._slot.writable()
         self._store.was_announced()
 
     def mix(self, node_id: str, index: int, block: memoryview) -> None:
@@ -239,9 +237,7 @@ class _Round:
         self.over.set()
 
     def _end(self) -> None:
-        if self._mapped:
-            close(self._mapped)
-            self._mapped = None
+        self._mapped = None
         self._slot.writer = None
         if self.failure:
             self.over.set()
