@@ -24,7 +24,7 @@ class Ear:
         self.messages: list[FromWorker] = []
         self.lost = asyncio.Event()
 
-    def enrolled(self, worker: str, pid: int, line: Line) -> bool:
+    def enrolled(self, worker: str, pid: int, line: Line, repairs: bool) -> bool:
         if worker != "right" or self.line is not None:
             return False
         self.line = line
