@@ -102,7 +102,7 @@ def pass_over(make: Callable[[int], Iterator[Any]], size: int) -> float:
     return time.perf_counter() - started
 
 
-def bench_index(rounds: int) -> list[dict[str, Any]]:
+def bench_index(rounds: int, size_max: int) -> list[dict[str, Any]]:
     def ours(size: int) -> Iterator[Any]:
         return iter(hf.Sampler(size, global_batch_size=BATCH, seed=0, rank=0, world_size=1))
 
@@ -110,7 +110,7 @@ def bench_index(rounds: int) -> list[dict[str, Any]]:
         return resuming.batches(DistributedSampler(resuming.Numbers(size), num_replicas=1, rank=0, seed=0))
 
     found = []
-    for size in (10**5, 10**6, 4_200_000):
+    for size in (size for size in (10**5, 10**6, 4_200_000) if size <= size_max):
         makers = {OURS: ours, "DistributedSampler": theirs}
         times = in_turn({name: partial(pass_over, make, size) for name, make in makers.items()}, rounds)
         for name, measured in times.items():
@@ -223,7 +223,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--batches", type=int, default=40, help="in a block of 0.4 MB a sample; others in proportion")
-    parser.add_argument("--size-max", type=int, default=10**7, help="the largest dataset for those that skip")
+    parser.add_argument("--size-max", type=int, default=10**7, help="of a dataset, for those that write an order down")
     parser.add_argument("--only", choices=("resume", "index", "throughput"))
     parser.add_argument("-o", "--output", type=Path)
     arguments = parser.parse_args()
@@ -232,7 +232,7 @@ def main() -> None:
     print(f"load average at the start: {machine.load()}")
     parts: dict[str, Callable[[], Any]] = {
         "resume": lambda: bench_resume(min(arguments.rounds, 5), arguments.size_max),
-        "index": lambda: bench_index(arguments.rounds),
+        "index": lambda: bench_index(arguments.rounds, arguments.size_max),
         "throughput": lambda: bench_throughput(arguments.rounds, arguments.workers, arguments.batches),
     }
     found = {name: part() for name, part in parts.items() if arguments.only in (None, name)}

@@ -196,15 +196,16 @@ def test_the_line_says_what_is_allowed_and_what_there_is_for_it(tmp_path: Path) 
     options = parsed(f"--spares 1 --nnodes 2:4 --max-restarts 3 --checkpoint-dir {tmp_path}")
     assert capabilities(options, str(tmp_path)) == (
         "recovery: retry; recover-in-place; recover (1 spare per node, 0 spare nodes); elastic-training (2 nodes at"
-        f" least); dump (to {tmp_path}); exit. 1 copy of each shard, hangs are noticed by the job's own step times."
-        " Scripts that do not call hf.init() get restarts only (--max-restarts 3)"
+        f" least); dump (to {tmp_path}); exit. 1 copy of each shard, snapshots as often as they cost nothing, a"
+        " checkpoint every 600 s, hangs are noticed by the job's own step times. Scripts that do not call hf.init() get"
+        " restarts only (--max-restarts 3)"
     )
 
 
 def test_the_line_of_a_job_that_may_do_nothing() -> None:
     assert capabilities(parsed("--recovery exit --hang-timeout 0 --replicas 0"), "/") == (
-        "recovery: exit. 0 copies of each shard, hangs are noticed never. Scripts that do not call hf.init() get"
-        " restarts only (--max-restarts 0)"
+        "recovery: exit. 0 copies of each shard, snapshots as often as they cost nothing, hangs are noticed never."
+        " Scripts that do not call hf.init() get restarts only (--max-restarts 0)"
     )
 
 

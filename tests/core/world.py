@@ -25,6 +25,7 @@ from holdfast.core.conclude import next_deadline
 from holdfast.core.evolve import evolve
 from holdfast.core.faults import End, Exited, Failure
 from holdfast.core.invariants import check_all
+from holdfast.core.kept import KeptImage
 from holdfast.core.ladder import FailoverStrategy
 from holdfast.core.settings import Settings
 from holdfast.core.state import Finished, Gathering, Job, Node, Present, Serving
@@ -209,6 +210,7 @@ class World:
         collateral: bool = False,
         failed_at: float | None = None,
         advice: FailoverStrategy = FailoverStrategy.NORMAL_FAILOVER,
+        exception: str = "",
     ) -> e.WorkerFailed:
         failure = Failure(
             node_id=node_id,
@@ -218,7 +220,7 @@ class World:
             pid=1,
             end=end,
             failed_at=self.now if failed_at is None else failed_at,
-            exception="DistNetworkError" if collateral else "",
+            exception="DistNetworkError" if collateral else exception,
             message="Connection reset by peer" if collateral else "",
             advice=advice,
         )
@@ -282,6 +284,9 @@ class World:
         return e.StepCommitted(
             node_id=node_id, incarnation=life or self.life(node_id), view=self._view(view), step=step
         )
+
+    def kept(self, node_id: str, *images: KeptImage) -> e.StateKept:
+        return e.StateKept(node_id=node_id, incarnation=self.life(node_id), images=images)
 
     def parked(self, node_id: str, parked: int, *, life: str = "") -> e.SparesChanged:
         return e.SparesChanged(node_id=node_id, incarnation=life or self.life(node_id), parked=parked)
@@ -385,7 +390,7 @@ class World:
 
 def durable(job: Job) -> dict[str, Any]:
     """All that a journal must be able to rebuild."""
-    told = {f.name: getattr(job, f.name) for f in fields(job) if f.name != "nodes"}
+    told = {f.name: getattr(job, f.name) for f in fields(job) if f.name not in ("nodes", "images")}
     return told | {"nodes": {node_id: _durable_node(node) for node_id, node in job.nodes.items()}}
 
 

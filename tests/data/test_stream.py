@@ -164,6 +164,33 @@ def test_ranges_of_a_large_file_are_shards(tmp_path: Path) -> None:
     assert Counter(r for batch in drain(stream) for r in batch) == every([500])
 
 
+def test_what_a_rank_goes_on_reading_in_a_new_view_is_not_opened_again(tmp_path: Path) -> None:
+    """Nor for a step that is repeated."""
+    paths = write_shards(tmp_path, [40] * 8)
+    opened: list[list[str]] = []
+
+    def make(**place):
+        own: list[str] = []
+        opened.append(own)
+
+        def read(shard: Shard, first: int):
+            own.append(shard.path)
+            yield from Path(shard.path).read_text().splitlines()[first:]
+
+        return hf.Stream(paths, global_batch_size=8, slots=4, format=read, collate_fn=list, threads=0, **place)
+
+    world = World(make, 3)
+    found = steps_of(world, 2)
+    world.draw()
+    world.lose(2, 2)
+    found += steps_of(world, 2)
+    world.draw()
+    world.resize(1)
+    found += steps_of(world, 2)
+    assert found == steps_of(World(make, 1), 6)
+    assert max(Counter(opened[0]).values()) == 1
+
+
 def test_it_goes_on_from_a_state_at_another_world_size(tmp_path: Path) -> None:
     paths = write_shards(tmp_path, [7, 20, 11, 4])
     whole = drain(hf.Stream(paths, global_batch_size=6, slots=3, epochs=2))

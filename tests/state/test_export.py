@@ -15,7 +15,9 @@ from holdfast.errors import CheckpointError, UsageError
 from holdfast.state.export import export
 from holdfast.state.parts import write_image
 from holdfast.state.tracked import Tracked
+from holdfast.state.tree import flatten
 from holdfast.storage.catalogue import Catalogue, Found
+from holdfast.storage.image import Piece, plan
 from holdfast.storage.manifest import About
 from holdfast.storage.stores import open_store
 from holdfast.storage.writing import Writing
@@ -128,6 +130,38 @@ def test_which_of_several_models_must_be_said(tmp_path: Path) -> None:
         export(catalogue, found, tmp_path / "m.safetensors", model="nobody")
     export(catalogue, found, tmp_path / "m.safetensors", model="student")
     assert load_file(tmp_path / "m.safetensors")["weight"].shape == (3, 3)
+
+
+def test_shards_of_rows_and_columns_become_the_whole_tensor_again(tmp_path: Path) -> None:
+    whole = torch.arange(60, dtype=torch.float32).view(10, 6)
+    store = open_store(str(tmp_path / "run"))
+    regions = [(slice(0, 7), slice(0, 4)), (slice(7, 10), slice(0, 4)), (slice(0, 10), slice(4, 6))]
+    with Writing(store, About(step=5, world_size=3, shards=3), "a") as writing:
+        for number, region in enumerate(regions):
+            piece, local = _piece(region, whole), whole[region].contiguous()
+            layout = plan([piece], 4096, {})
+            buffer = memoryview(bytearray(layout.size_bytes))
+            layout.frame(buffer)
+            layout.put_skeleton(buffer, flatten({"model": {"weight": local}}).skeleton)
+            start = layout.entries[0].start
+            buffer[start : start + local.nbytes] = local.numpy().tobytes()
+            writing.write_part(number, buffer)
+        found = writing.publish()
+    assert found is not None
+    export(Catalogue(store), found, tmp_path / "m.safetensors", model="")
+    assert torch.equal(load_file(tmp_path / "m.safetensors")["weight"], whole)
+
+
+def _piece(region: tuple[slice, slice], whole: torch.Tensor) -> Piece:
+    return Piece(
+        name="model.weight",
+        path=("model", "weight"),
+        index=0,
+        dtype="float32",
+        shape=tuple(part.stop - part.start for part in region),
+        offsets=tuple(part.start for part in region),
+        whole=tuple(whole.shape),
+    )
 
 
 def test_a_damaged_part_leaves_no_file(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ class Server:
         ]
         with (self._root / "log").open("ab") as log:
             self._process = subprocess.Popen(
-                [str(program), "server", *flags],
+                [str(program), f"-logdir={self._root}", "server", *flags],
                 cwd=self._root,
                 stdout=log,
                 stderr=log,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import BusyError, CheckpointError, MissingError, UsageError
-from holdfast.storage import leases
+from holdfast.storage import leases, points
 from holdfast.storage.catalogue import Catalogue
 from holdfast.storage.retention import EveryK, LastN
 from holdfast.storage.stores import open_store
@@ -121,6 +121,25 @@ def test_what_another_process_reads_is_not_removed_until_it_is_done_or_dead(tmp_
         killed.kill()
         killed.wait()
     assert catalogue.prune(LastN(1)).removed == [2, 1]
+
+
+def test_of_two_who_prune_at_once_neither_takes_what_the_other_relies_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalogue = saved(tmp_path, [10, 15, 16])
+    others: list[int] = []
+
+    def meanwhile(point: str) -> None:
+        if point == "removal-begun":
+            monkeypatch.setattr(points, "on_point", None)
+            done = Catalogue(catalogue.store).prune(EveryK(10))
+            assert "is being read" in done.kept[16]
+            others.extend(done.removed)
+
+    monkeypatch.setattr(points, "on_point", meanwhile)
+    assert catalogue.prune(LastN(1)).removed == [15, 10]
+    assert others == []
+    assert steps(catalogue) == [16]
 
 
 def test_a_reader_that_comes_a_moment_too_late_is_told(tmp_path: Path) -> None:

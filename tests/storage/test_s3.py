@@ -99,6 +99,7 @@ def test_damage_in_a_bucket_is_named_and_the_one_before_is_used(store: Store) ->
     flipped[-50] ^= 1
     put_raw(store, name, bytes(flipped))
     store.delete("step-3/job-1/part-0.safetensors")
+    assert catalogue.prune(LastN(9), grace_s=0.0).swept == []
     put_raw(store, "step-2/manifest.json", b"{}")
     told: list[str] = []
     found = catalogue.latest(on_damage=told.append)
@@ -108,6 +109,8 @@ def test_damage_in_a_bucket_is_named_and_the_one_before_is_used(store: Store) ->
     assert save(store, 2, nonce="anew").manifest.nonce == "anew"  # takes the place of the damaged one, which is kept
     assert store.read("step-2/manifest.json.damaged-anew") == b"{}"
     catalogue.verify(catalogue.open(2))
+    assert catalogue.prune(LastN(9), grace_s=0.0).swept == []
+    assert "step-2/job-1/part-0.safetensors" in store.names("step-2")  # the files of what is kept
 
 
 def test_two_processes_race_to_publish_and_one_does(store: Store, server: Server) -> None:
@@ -131,7 +134,7 @@ def test_two_processes_race_to_publish_and_one_does(store: Store, server: Server
     assert nonces == {found.manifest.nonce}  # the loser has removed what it wrote
 
 
-@pytest.mark.parametrize("point", [point for point in SAVE_POINTS if point != "part-written"])
+@pytest.mark.parametrize("point", ["part-half", "part-named", "note-written", "metadata-written", "manifest-written"])
 def test_a_writer_killed_anywhere_leaves_all_or_nothing(store: Store, point: str) -> None:
     save(store, 1)
     died = run("save.py", store.url, 2, "job-1", 2, 0, 1, **{VARIABLE: point})
@@ -208,8 +211,8 @@ def test_a_store_that_is_away_is_no_store_without_checkpoints(store: Store, monk
 def upload_through(trouble: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """A third of the way, trouble begins. What was saved is whole afterwards."""
     monkeypatch.setattr(object_store, "REQUEST_TIMEOUT_S", 3.0)  # so that a server that hangs is asked again soon
-    store = open_store(f"s3://checkpoints/{secrets.token_hex(4)}", patience_s=60.0)
-    content = image(1, 60_000_000)
+    store = open_store(f"s3://checkpoints/{secrets.token_hex(4)}", patience_s=100.0)
+    content = image(1, 40_000_000)
     begun: list[int] = []
 
     def progress(done: int, total: int) -> None:

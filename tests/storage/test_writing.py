@@ -125,6 +125,20 @@ def test_of_two_attempts_one_wins_and_the_other_leaves_nothing(tmp_path: Path) -
     assert {path.name for path in tmp_path.iterdir()} == {"step-3", ".lock"}
 
 
+def test_a_writer_whose_attempt_was_lost_meanwhile_finds_the_other(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    with Writing(store, about(3), "b") as one, Writing(store, about(3), "b") as other:
+        one.write_part(0, image(0))
+        save(store, 3, nonce="a")
+        assert one.publish() is None  # it cannot know: parts are missing
+        other.write_part(1, image(1))
+        found = other.publish()
+        assert found is not None
+        assert found.manifest.nonce == "a"
+        assert {path.name for path in tmp_path.iterdir()} == {"step-3", ".lock"}
+        assert one.publish() is not None
+
+
 def test_a_damaged_checkpoint_makes_room_and_is_kept(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     save(store, 3, nonce="a")

@@ -290,13 +290,13 @@ class Agent:
         if order.view != self._crew.view and order.store_here:
             self._open_store(order)
         replaced, self._to_replace = tuple(sorted(self._to_replace)), set()
-        self._replication.serve(order)
+        self._state.serve(order)
         await self._crew.serve(msgspec.structs.replace(order, replaced=replaced))
         self._reap_orphans()
 
     async def _stand_by(self, order: Hold) -> Result | None:
         self._job_id = order.job_id
-        self._replication.hold()
+        self._state.hold()
         await self._crew.hold(order)
         self._reap_orphans()
         if not order.leaving:

@@ -1,14 +1,15 @@
 """The agent's part in keeping the workers' state: room for their snapshots, checkpoints from them, the end.
 
-    a worker needs room        the vault makes it, and the worker is told
-    a snapshot is sealed       if it is wanted as a checkpoint, it is written to storage in the background
-    a worker asks what is held when all start anew: their state is in this node's memory
-    the job ends               what is being written is waited for; a job that failed leaves its newest state behind
+a worker needs room        the vault makes it, and the worker is told
+a snapshot is sealed       if it is wanted as a checkpoint, it is written to storage in the background
+a worker asks what is held when all start anew: their state is in this node's memory
+the job ends               what is being written is waited for; a job that failed leaves its newest state behind
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from holdfast.agent.vault import Vault, clear_orphans
 from holdfast.agent.vault_images import VaultImages
 from holdfast.agent.workers import Worker
 from holdfast.core.kept import KeptImage
+from holdfast.core.orders import Serve
 from holdfast.errors import HoldfastError
 from holdfast.storage.catalogue import Catalogue
 from holdfast.storage.stores import open_store
@@ -32,6 +34,8 @@ from holdfast.wire.bulk import Label
 from holdfast.wire.session import Held, HeldImage, Sealed, Written
 from holdfast.wire.slots import Record
 
+COPIES_PATIENCE_S = 30.0
+"""How long a snapshot waits for other nodes to have it before the next ones are taken without."""
 SAY_EVERY_S = 1.0
 """How soon the master hears of a new snapshot. When a worker ends it hears at once."""
 
@@ -70,6 +74,36 @@ class StateKeeper:
 
     def _is_elsewhere(self, partner: str, seat: int, view: int, step: int) -> None:
         log.debug(f"step {step} of local rank {seat} is on {partner} too")
+        self._note_copies()
+
+    def serve(self, order: Serve) -> None:
+        """Another view, or news of this one: other partners, perhaps."""
+        if self.replication is not None:
+            self.replication.serve(order)
+            self._note_copies()
+
+    def hold(self) -> None:
+        """No part in the job for now."""
+        if self.replication is not None:
+            self.replication.hold()
+            self._note_copies()
+
+    def _note_copies(self) -> None:
+        """Workers find on their pages how far the copies are. A partner that does not get on is not waited for for
+        ever: then snapshots go on without it."""
+        if self.replication is None:
+            return
+        newest = {kept.seat: kept.record for kept in reversed(self.vault.kept())}
+        for number, page in self.vault.seats():
+            safe, record = self.replication.safe_step(number), newest.get(number)
+            waited_s = (time.time_ns() - record.created_ns) / 1e9 if record and record.step > safe else 0.0
+            is_late = waited_s > COPIES_PATIENCE_S
+            if is_late and page.get("partners"):
+                has = f"step {safe}" if safe >= 0 else "nothing"
+                log.warning(f"other nodes have {has} of local rank {number}, for {waited_s:.0f} s: going on without")
+            page.put(partners=0 if is_late else self.replication.partners, safe=safe)
+            if waited_s:
+                self._say_soon()  # and look again
 
     def need_room(self, worker: Worker, size_bytes: int) -> None:
         """For a worker with a seat."""
@@ -77,7 +111,9 @@ class StateKeeper:
             self._beside(self._make_room(worker, worker.seat, size_bytes))
 
     async def _make_room(self, worker: Worker, seat: int, size_bytes: int) -> None:
-        worker.tell(await self.vault.grant(seat, size_bytes))
+        room = await self.vault.grant(seat, size_bytes)
+        self._note_copies()
+        worker.tell(room)
 
     def sealed(self, worker: Worker, message: Sealed) -> None:
         """A snapshot is whole."""
@@ -104,6 +140,7 @@ class StateKeeper:
             self._saying.cancel()
             self._saying = None
         self.vault.note_life()
+        self._note_copies()
         ours, others = [kept.record for kept in self.vault.kept()], [guest.label for guest in self._guests()]
         images = (*(_kept(one) for one in ours), *(_kept(one, is_replica=True) for one in others))
         if images != self._said or (again and images):

@@ -119,8 +119,9 @@ class Vault:
         found = [Kept(seat, slot, r) for seat, page in self._seats.items() for slot, r in page.sealed().items()]
         return sorted(found, key=lambda one: -one.record.step)
 
-    def seat(self, number: int) -> Seat | None:
-        return self._seats.get(number)
+    def seats(self) -> list[tuple[int, Seat]]:
+        """All that have room here, by local rank."""
+        return sorted(self._seats.items())
 
     @contextmanager
     def reading(self, kept: Kept) -> Iterator[mmap.mmap | None]:

@@ -36,6 +36,8 @@ import msgspec
 LOOKS_MAX = 256
 """Candidates that are looked at for one copy."""
 LOOKS_A_DOMAIN_MAX = 64
+ROUNDS_MAX = 16
+"""Of improving and levelling: each makes places better or loads more even, so a few are enough."""
 HOLDS_FACTOR_MAX = 2
 """A node holds for at most this many times as many others as it has partners itself."""
 
@@ -68,8 +70,10 @@ def place(
     table = _Table(sites, min(replicas, len(sites) - 1), frozenset(doubtful))
     table.keep(before)
     table.fill()
-    table.improve()
-    table.level()
+    for _ in range(ROUNDS_MAX):  # levelling may make room where somebody would be safer
+        table.improve()
+        if not table.level():
+            break
     return Placement({owner: tuple(held) for owner, held in table.held.items() if held}, table.guests())
 
 
@@ -133,12 +137,16 @@ class _Table:
                 if better and self._rank(owner, better, others) < rank:
                     self._move(owner, holder, better)
 
-    def level(self) -> None:
+    def level(self) -> bool:
+        """Whether anything moved."""
+        moves = 0
         light = [node_id for node_id in self.domain if self.loads[node_id] < self.copies]
         heavy = self._heavy() if light else {}
         for node_id in light:
             while self.loads[node_id] < self.copies and (found := self._relief(node_id, heavy)):
                 self._move(*found, node_id)
+                moves += 1
+        return bool(moves)
 
     def _heavy(self) -> dict[str, list[str]]:
         """Owners by holder, of those that hold too many."""

@@ -144,7 +144,7 @@ def _start_anew(job: Job, trouble: Trouble, reason: str) -> Choice:
     blamed = any(not is_collateral(f) for f in job.failed.values()) or bool(own_errors(job))
     counted = blamed or (trouble.kind == "worker" and not members_gone(job))
     reload = _in_memory(job)
-    if reload > job.reloaded and not any(f.exception for f in job.failed.values()):
+    if reload > job.reloaded and not any(f.exception and not is_collateral(f) for f in job.failed.values()):
         counted = False  # nobody's error, nothing is lost, and it has come further than the last time
     prefix = f"{reason}; " if reason else ""
     if counted and job.restarts_used >= settings.restarts_max:

@@ -144,9 +144,10 @@ class DirectoryShelf:
         self._lock_path(step, nonce).unlink(missing_ok=True)
 
     def sweep_temporaries(self, grace_s: float) -> None:
-        """Files that never got their name."""
+        """Files that never got their name, locks of attempts that are over."""
         with sentences(f"{self._root} cannot be listed"):
-            for path in self._root.glob(f"{TEMPORARY_PREFIX}*"):
+            orphans = [path for path in self._root.glob(".step-*.lock") if not path.with_suffix(".partial").exists()]
+            for path in (*self._root.glob(f"{TEMPORARY_PREFIX}*"), *orphans):
                 if self._clock() - path.lstat().st_mtime >= grace_s:
                     path.unlink(missing_ok=True)
 

@@ -160,6 +160,10 @@ def _begins(item: Entry) -> Sequence[int]:
 
 # --- reading
 
+# Made here, not where they are used: msgspec looks at a type when it is first used, and crashes the process if two
+# threads are the first. Heads are read by several.
+_listed, _version, _ours = msgspec.json.Decoder(_Listed), msgspec.json.Decoder(_Version), msgspec.json.Decoder(_Ours)
+
 
 def header_bytes(first: bytes, size_bytes: int) -> int:
     """How many bytes the header has, its length included, given the first 8 bytes of a file of so many."""
@@ -177,8 +181,8 @@ def decode(content: bytes, data_bytes: int) -> Head:
         listed = msgspec.json.decode(content, type=dict[str, msgspec.Raw])
         about = msgspec.json.decode(listed.pop(METADATA, msgspec.Raw(b"{}")), type=dict[str, str])
         rows = _rows(about, data_bytes)
-        entries = tuple(_entry(row, msgspec.json.decode(listed[row.name], type=_Listed)) for row in rows)
-        skeleton = msgspec.json.decode(listed[SKELETON], type=_Listed).data_offsets
+        entries = tuple(_entry(row, _listed.decode(listed[row.name])) for row in rows)
+        skeleton = _listed.decode(listed[SKELETON]).data_offsets
     except (msgspec.DecodeError, KeyError, ValueError, RecursionError) as error:
         raise CheckpointError(f"its header cannot be read: {error!r:.200}") from None
     _check_order([skeleton, *((item.frame_start, item.frame_start + item.frame_bytes) for item in entries)], data_bytes)
@@ -192,9 +196,9 @@ def decode(content: bytes, data_bytes: int) -> Head:
 def _rows(about: Mapping[str, str], data_bytes: int) -> tuple[_Row, ...]:
     if OURS not in about:
         raise CheckpointError("it is a safetensors file, but not one that Holdfast wrote")
-    if (found := msgspec.json.decode(about[OURS], type=_Version).format) != FORMAT:
+    if (found := _version.decode(about[OURS]).format) != FORMAT:
         raise CheckpointError(f"it has the format {found}, this Holdfast reads {FORMAT}: use the one that wrote it")
-    ours = msgspec.json.decode(about[OURS], type=_Ours)
+    ours = _ours.decode(about[OURS])
     if ours.data_bytes != data_bytes:
         raise CheckpointError(f"it has {data_bytes} bytes behind its header, which says {ours.data_bytes}")
     return ours.rows

@@ -104,6 +104,12 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
     part: Part
 
 
+for _kind in (Manifest, Note):
+    msgspec.json.Decoder(_kind)
+"""msgspec looks at a type when it is first used, and crashes the process if two threads are the first: notes are read
+by several. So it is done here and now."""
+
+
 def encode(content: Manifest | Note) -> bytes:
     """The one way to write it."""
     return _document(msgspec.to_builtins(content))

@@ -23,6 +23,7 @@ from holdfast.storage.shelves import Clock, Unfinished
 from holdfast.storage.stores import Store
 
 ASKED_AT_ONCE = 8
+ASIDE = ".damaged-"
 
 log = logging.getLogger(__name__)
 
@@ -145,7 +146,10 @@ class ObjectShelf:
             raise BusyError(f"{self.store.url}/{folder} is being read by {readers[0]}: it is not removed")
 
     def _unpublished(self, folder: str) -> list[str]:
-        """The attempts that are not the checkpoint. Nobody knows which is, if its manifest is damaged."""
+        """The attempts that are not the checkpoint. Nobody knows which is, if its manifest is damaged; and the files of
+        one that was put aside stay with it."""
+        if any(name.startswith(f"{folder}/{MANIFEST}{ASIDE}") for name in self.store.names(folder)):
+            return []
         nonces = [nonce for nonce in self.store.folders(folder) if NONCE.match(nonce)]
         try:
             manifest = decode(self.store.read(f"{folder}/{MANIFEST}"), Manifest, folder)
@@ -166,7 +170,7 @@ class ObjectShelf:
             return None
 
     def _aside(self, step: int, nonce: str) -> str:
-        return f"{step_folder(step)}/{MANIFEST}.damaged-{nonce}"
+        return f"{step_folder(step)}/{MANIFEST}{ASIDE}{nonce}"
 
     def _tidy(self, step: int, nonce: str) -> None:
         """The notes have served."""

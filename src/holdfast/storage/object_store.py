@@ -59,13 +59,15 @@ class ObjectStore:
     ) -> None:
         def upload() -> None:
             sent = _counted(pieces, size_bytes, on_progress)
+            content = b"".join(sent) if size_bytes <= BLOCK_BYTES else sent  # one request, where one does
             options = {"chunk_size": chunk_bytes(size_bytes), "max_concurrency": CONCURRENT_MAX}
             try:
-                self._obstore.put(self._store, name, sent, **options)
+                self._obstore.put(self._store, name, content, **options)
             except FileNotFoundError as error:
-                if "NoSuchBucket" in str(error):
+                if _is_bucket_missing(error):
                     raise
-                raise OutageError(f"{self._url}/{name}: the store has forgotten the upload") from None
+                text = f"{self._url}/{name} cannot be written: the upload is not known ({_sentence(error)})"
+                raise OutageError(text) from None
 
         self._do(f"{self._url}/{name} cannot be written", upload)
 
@@ -154,7 +156,7 @@ class ObjectStore:
         try:
             yield
         except FileNotFoundError as error:
-            if "NoSuchBucket" in str(error):
+            if _is_bucket_missing(error):
                 raise StorageError(f"{what}: there is no such bucket") from None
             raise MissingError(f"{what}: it is not there") from None
         except (errors.PermissionDeniedError, errors.UnauthenticatedError) as error:
@@ -218,6 +220,10 @@ def _counted(pieces: Iterable[memoryview], size_bytes: int, on_progress: Progres
         done += len(piece)
         if on_progress is not None:
             on_progress(done, size_bytes)
+
+
+def _is_bucket_missing(error: Exception) -> bool:
+    return any(code in str(error) for code in ("NoSuchBucket", "ContainerNotFound"))
 
 
 def _status(error: Exception) -> int:

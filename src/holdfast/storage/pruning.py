@@ -2,7 +2,8 @@
 
 1. What is kept: by the policy, by pins. All else may go.
 2. One that is kept must be good, every block of it read; if none is, the newest good one that might go is kept as well.
-   If none at all is good, nothing is removed.
+   If none at all is good, nothing is removed. It is held as by a reader until the end: of two who remove at once,
+   neither takes what the other relies on.
 3. Each that goes: certain that nobody reads it, then no checkpoint any longer, then its bytes.
 4. What dead attempts and broken-off removals left behind.
 
@@ -12,6 +13,7 @@ Damaged checkpoints are never removed here: `remove` them by name.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -55,9 +57,11 @@ def prune(
     candidates = [_Candidate(found.step, found.tags, found.about.metrics) for found in listing.found]
     result.kept.update((policy | Tagged()).keeps(candidates))
     going = [found for found in listing.found if found.step not in result.kept]
-    if going and _keep_a_good_one(catalogue, listing.found, result, trusted, on_damage):
-        for found in going:
-            _remove(catalogue, found, result, is_dry)
+    good = _good_one(catalogue, listing.found, result, trusted, on_damage) if going else None
+    if good is not None:
+        with catalogue.reading(good):
+            for found in going:
+                _remove(catalogue, found, result, is_dry)
     _sweep(catalogue, listing.unfinished, result, is_dry, grace_s)
     return result
 
@@ -71,36 +75,37 @@ def remove(catalogue: Catalogue, step: int, is_forced: bool) -> None:
     except CheckpointError:
         catalogue.shelf.withdraw(step, None)
         return
-    if not is_forced:
-        _refuse(catalogue, found)
-    catalogue.shelf.withdraw(step, found.manifest)
+    with nullcontext() if is_forced else catalogue.reading(_another_good_one(catalogue, found)):
+        catalogue.shelf.withdraw(step, found.manifest)
 
 
-def _refuse(catalogue: Catalogue, found: Found) -> None:
+def _another_good_one(catalogue: Catalogue, found: Found) -> Found:
     if found.tags:
         raise UsageError(f"{found.url} is pinned as {', '.join(found.tags)}: unpin it, or use --force")
-    others = [item for item in catalogue.list().found if item.step != found.step]
-    if not any(_is_good(catalogue, item, lambda _: None) for item in others):
-        raise UsageError(f"{found.url} is the only good checkpoint there is: use --force to remove it all the same")
+    for item in catalogue.list().found:
+        if item.step != found.step and _is_good(catalogue, item, lambda _: None):
+            return item
+    raise UsageError(f"{found.url} is the only good checkpoint there is: use --force to remove it all the same")
 
 
-def _keep_a_good_one(
+def _good_one(
     catalogue: Catalogue,
     found: Sequence[Found],
     result: Pruned,
     trusted: Collection[int],
     on_damage: Callable[[str], None],
-) -> bool:
-    """Whether something may be removed. Those that are kept are looked at first, newest first."""
+) -> Found | None:
+    """One that stays, without which nothing may be removed. Those that are kept are looked at first, newest first."""
     kept = [item for item in found if item.step in result.kept]
-    if any(item.step in trusted for item in kept):
-        return True
+    for item in kept:
+        if item.step in trusted:
+            return item
     for item in (*kept, *(item for item in found if item.step not in result.kept)):
         if _is_good(catalogue, item, on_damage):
             result.kept.setdefault(item.step, "the last good one: those that the policy keeps are damaged")
-            return True
+            return item
         result.kept.setdefault(item.step, "damaged: never removed unasked")
-    return False
+    return None
 
 
 def _is_good(catalogue: Catalogue, found: Found, on_damage: Callable[[str], None]) -> bool:

@@ -85,6 +85,16 @@ class BestBy(Struct, Policy, frozen=True):
         return f"best:{self.metric}:{self.mode}:{self.count}"
 
 
+class Everything(Struct, Policy, frozen=True):
+    """All of them."""
+
+    def keeps(self, candidates: Sequence[Candidate]) -> dict[int, str]:
+        return {item.step: "all are kept" for item in candidates}
+
+    def __str__(self) -> str:
+        return "all"
+
+
 class Tagged(Struct, Policy, frozen=True):
     """Those that are pinned."""
 
@@ -128,10 +138,12 @@ def _parse(word: str) -> Policy:
             return BestBy(metric, mode)
         case ["best", metric, ("min" | "max") as mode, count] if metric:
             return BestBy(metric, mode, _positive(count, word))
+        case ["all"]:
+            return Everything()
         case ["tagged"]:
             return Tagged()
         case _:
-            raise UsageError(f"{word!r:.80} is no policy: last:N, every:K, best:METRIC:min|max[:N] and tagged are")
+            raise UsageError(f"{word!r:.80} is no policy: last:N, every:K, best:METRIC:min|max[:N], tagged and all are")
 
 
 def _positive(text: str, word: str) -> int:

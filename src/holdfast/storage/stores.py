@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 from holdfast.errors import UsageError
 from holdfast.storage.image import BLOCK_BYTES
 
-__all__ = ["BLOCK_BYTES", "PATIENCE_S", "Progress", "Store", "is_remote", "open_store", "parent_of"]
+__all__ = ["BLOCK_BYTES", "PATIENCE_S", "Progress", "Store", "is_remote", "open_store"]
 
 Progress = Callable[[int, int], None]
 """Told bytes done and bytes in all."""
@@ -105,8 +105,3 @@ def _directory(url: str) -> Path:
     if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
         raise UsageError(f"{url} names no directory of this machine: file:///absolute/path does")
     return Path(unquote(parts.path))
-
-
-def parent_of(name: str) -> str:
-    """The folder a name is in."""
-    return name.rpartition("/")[0]

@@ -9,21 +9,20 @@ and publishes; if two are last at once, one wins and the other finds it publishe
 notes alone, so it does not matter who does it. A writer that died leaves an attempt that is never published; whoever
 takes its place may go on with it: a part that has a note is whole, and is not written again.
 
-All writers of an attempt use the same nonce, another attempt at the same step another one. One wins, the other is
-removed by its own writers. One process at a time writes a part.
+All writers of an attempt use the same nonce, another attempt at the same step another one. One wins; who would have
+published the other removes it. One process at a time writes a part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import msgspec
-from crc32c import crc32c
 
 from holdfast.errors import CheckpointError, MissingError, StorageError
 from holdfast.storage import points
+from holdfast.storage.blocks import Blocks, halfway
 from holdfast.storage.catalogue import Catalogue, Found
 from holdfast.storage.image import Layout, parse
 from holdfast.storage.manifest import (
@@ -42,7 +41,7 @@ from holdfast.storage.manifest import (
 from holdfast.storage.objects import stock_objects
 from holdfast.storage.pickles import dcp_metadata
 from holdfast.storage.shelves import shelf_of
-from holdfast.storage.stores import BLOCK_BYTES, Progress, Store
+from holdfast.storage.stores import Progress, Store
 
 READERS = 8
 """Heads of parts read at once before publishing: it is waiting for the network, not work."""
@@ -87,7 +86,7 @@ class Writing:
         name = part_file(number)
         blocks = Blocks(image)
         self._written |= {name, note_file(number)}
-        self._store.put(f"{self._folder}/{name}", blocks, blocks.size_bytes, _halfway(on_progress))
+        self._store.put(f"{self._folder}/{name}", blocks, blocks.size_bytes, halfway(on_progress))
         points.reach("part-named")
         file = self._shelf.file_prefix(self._nonce) + name
         part = Part(number=number, file=file, size_bytes=blocks.size_bytes, checksums=blocks.checksums)
@@ -97,24 +96,26 @@ class Writing:
         return part
 
     def publish(self) -> Found | None:
-        """Make it a checkpoint, if all parts are there. Anybody may call this, at any time, again."""
-        if (found := self._settled()) is not None:
+        """Make it a checkpoint, if all parts are there; if another attempt's is, and is sound, that is it. None as long
+        as parts are missing. Anybody may call this, at any time, again."""
+        if (found := self._ours()) is not None:
             return found
         notes = self._notes()
         if notes is None:
-            return self._settled()  # it may have been published, and the notes removed, while we looked
+            return self._settled_by_others()
         points.reach("parts-complete")
+        if (found := self._rival()) is not None:
+            return found
         manifest = self._manifest(notes)
         if manifest is not None:
             self._shelf.publish(self._about.step, self._nonce, encode(manifest))
-        return self._settled()
+        return self._ours() or self._rival()
 
     def abandon(self) -> None:
         """Remove what this attempt wrote, by whomever, unless it is published."""
         self.close()
-        found = self._published(is_deep=False)
-        if found is None or found.manifest.nonce != self._nonce:
-            self._remove(set(self._store.names(self._folder)))
+        if self._ours() is None:
+            self._remove()
 
     def _hold(self) -> None:
         if not self._is_held:
@@ -125,25 +126,55 @@ class Writing:
         note = self._note(number)
         if note is not None:
             return note.part
-        found = self._published(is_deep=False)
-        return found.manifest.parts[number] if found is not None and found.manifest.nonce == self._nonce else None
+        found = self._ours()
+        return found.manifest.parts[number] if found is not None else None
 
-    def _published(self, is_deep: bool = True) -> Found | None:
-        """The checkpoint of our step. One of another attempt counts if it is sound; a damaged one makes room."""
+    def _published(self) -> Found | None:
+        """The checkpoint of our step, whoever wrote it, if it looks whole."""
+        try:
+            return self._catalogue.open(self._about.step)
+        except StorageError:
+            raise
+        except CheckpointError:
+            return None
+
+    def _ours(self) -> Found | None:
+        """Our attempt, published."""
+        found = self._published()
+        if found is None or found.manifest.nonce != self._nonce:
+            return None
+        self.close()
+        return found
+
+    def _rival(self) -> Found | None:
+        """The checkpoint that another attempt made of our step, if it is sound: then ours is garbage. A damaged one
+        makes room. Asked only by who has seen all our parts, so that not every writer reads all of it."""
         step = self._about.step
         manifest = self._catalogue.manifest_bytes(step)
         try:
             found = self._catalogue.open(step)
-            if is_deep and found.manifest.nonce != self._nonce:
+            if found.manifest.nonce != self._nonce:
                 self._catalogue.verify(found)
-        except MissingError:
+        except (MissingError, StorageError) as error:
+            if isinstance(error, StorageError):
+                raise
             return None
-        except StorageError:
-            raise
         except CheckpointError:
-            if is_deep:
-                self._shelf.put_aside(step, self._nonce, manifest)
+            self._shelf.put_aside(step, self._nonce, manifest)
             return None
+        self.close()
+        if found.manifest.nonce != self._nonce:
+            self._remove()
+        return found
+
+    def _settled_by_others(self) -> Found | None:
+        """What is published, if what we wrote is no longer there: then others of our attempt have seen to it."""
+        there = self._store.names(self._folder)
+        if any(f"{self._folder}/{name}" in there for name in self._written):
+            return None
+        found = self._published()
+        if found is not None:
+            self.close()
         return found
 
     def _notes(self) -> list[Note] | None:
@@ -226,62 +257,8 @@ class Writing:
         room = self._store.read(f"{self._folder}/{part_file(0)}", layout.skeleton_start, layout.skeleton_capacity)
         return layout.skeleton_in(room)
 
-    def _settled(self) -> Found | None:
-        """The checkpoint of our step. If another attempt has won, what this process wrote is garbage, and removed;
-        others of our attempt remove theirs."""
-        found = self._published()
-        if found is not None:
-            self.close()
-            if found.manifest.nonce != self._nonce:
-                self._remove({f"{self._folder}/{name}" for name in (*self._written, *STOCK.values())})
-        return found
-
-    def _remove(self, names: set[str]) -> None:
-        for name in names:
+    def _remove(self) -> None:
+        """All that this attempt wrote, by whomever."""
+        for name in self._store.names(self._folder):
             self._store.delete(name)
         self._shelf.forget(self._about.step, self._nonce)
-
-
-class Blocks:
-    """An image in blocks; the checksum of each is computed when it is taken, while others are written."""
-
-    def __init__(self, image: memoryview) -> None:
-        self._image = image.cast("B") if image.format != "B" or image.ndim != 1 else image
-        self._checksums: list[str] = []
-
-    @property
-    def size_bytes(self) -> int:
-        return len(self._image)
-
-    @property
-    def checksums(self) -> str:
-        """Of all blocks, once they were taken."""
-        return "".join(self._checksums)
-
-    def __iter__(self) -> Iterator[memoryview]:
-        self._checksums = []
-        for start in range(0, len(self._image), BLOCK_BYTES):
-            block = self._image[start : start + BLOCK_BYTES]
-            self._checksums.append(f"{crc32c(block):08x}")
-            yield block
-
-    def computed(self) -> list[str]:
-        """The checksums, without writing anything."""
-        for _ in self:
-            pass
-        return self._checksums
-
-
-def _halfway(on_progress: Progress | None) -> Progress:
-    """Told on, with the point in the middle."""
-    is_past = False
-
-    def progress(done: int, total: int) -> None:
-        nonlocal is_past
-        if done * 2 >= total and not is_past:
-            is_past = True
-            points.reach("part-half")
-        if on_progress is not None:
-            on_progress(done, total)
-
-    return progress

@@ -9,7 +9,8 @@ A record carries a checksum of itself: one that was torn counts as EMPTY.
 
 The rule of the slots: the image of the last step that is known to be whole on *every* rank is not overwritten. Ranks
 learn of it at each commit (`whole`), so at every moment there is a step that all can restore, without a barrier of its
-own.
+own. Where images are copied to other nodes, a step is whole when the copies are: so there is one that all can restore
+after the loss of a node, too.
 
 Who reads an image (the agent that persists or replicates it, a worker that restores from it) holds a shared lock on its
 file, who writes it an exclusive one. Nobody waits for a lock: a worker whose slot is being read leaves a snapshot out.
@@ -35,10 +36,11 @@ from typing import NamedTuple
 SLOTS = 2
 PAGE_BYTES = 4_096
 MAGIC = 0x484F4C44534C4F54
-COUNTERS = ("magic", "whole", "every", "cost_ns", "step_ns", "taken", "skipped", "spoiled")
+COUNTERS = ("magic", "whole", "every", "cost_ns", "step_ns", "taken", "skipped", "spoiled", "partners", "safe")
 """`whole`: the last step known to be whole on every rank. `every`: a snapshot each so many steps. `cost_ns`: what one
 keeps the training waiting. `step_ns`: of a step. How many were taken, left out as no slot was free, and given up as the
-state changed under the copy."""
+state changed under the copy. Written by the agent: to how many nodes it copies images, and the newest step that all of
+them have."""
 _WORD = struct.Struct("=q")
 _WORDS = struct.Struct("=11q")
 _RECORD = struct.Struct("=11qI4x")

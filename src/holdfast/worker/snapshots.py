@@ -185,7 +185,13 @@ class Snapshots:
         """Whether the last copy that all were to make in this view is whole here."""
         if self._seat is None or self._last < 0:
             return False
-        return any(r.step == self._last and r.view == self._view for r in self._seat.sealed().values())
+        return self._is_copied(self._last) and any(
+            r.step == self._last and r.view == self._view for r in self._seat.sealed().values()
+        )
+
+    def _is_copied(self, step: int) -> bool:
+        """Whether the other nodes that are to have it, have it."""
+        return self._seat is None or not self._seat.get("partners") or self._seat.get("safe") >= step
 
     # --- a step
 
@@ -399,9 +405,9 @@ class Snapshots:
         return -1 if record is None else record.view << STEP_BITS | record.step
 
     def _is_awaited(self, record: Record) -> bool:
-        """Whether the agent was told to write it to storage and has not begun. Of another view: it may never have been
-        told, as the one who should have is dead, and nobody waits for that."""
-        return record.wanted == Wanted.YES and record.view == self._view
+        """Whether the agent was told to write it to storage and has not begun, or has still to copy it to other nodes.
+        Of another view: it may never have been told, as the one who should have is dead; nobody waits for that."""
+        return record.view == self._view and (record.wanted == Wanted.YES or not self._is_copied(record.step))
 
     def _room_is_there(self) -> bool:
         """Whether the agent has made room, and we have moved in. Mapping it takes a while: nobody waits for that."""

@@ -86,6 +86,21 @@ class Replication:
         return self._server.port
 
     @property
+    def partners(self) -> int:
+        """How many other nodes have, or should have, a part in keeping this node's images."""
+        if self._rounds is not None:
+            return 1
+        return len(self.replicator.progress())
+
+    def safe_step(self, seat: int) -> int:
+        """The newest step of a seat that all of them have; -1: none."""
+        if self._rounds is not None:
+            sealed = self.parity_sealed().get(seat)
+            return sealed[1] if sealed else -1
+        found = [seats[seat].step if seat in seats else -1 for seats in self.replicator.progress().values()]
+        return min(found, default=-1)
+
+    @property
     def held(self) -> list[Held]:
         """Other nodes' images that are whole here."""
         return self._guests.held() if self._guests else []

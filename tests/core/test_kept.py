@@ -1,0 +1,53 @@
+"""Which steps are whole in the nodes' memory, and what they are safe against."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.core.kept import KeptImage, Safety, safety, whole_at_least
+
+
+def images(*steps: int, part: int = 0, shards: int = 1, shares: int = 2, view: int = 1, replica: bool = False):
+    return tuple(KeptImage(step, part, shards, shares, view, replica) for step in steps)
+
+
+CASES = {
+    "nothing": ([], -1),
+    "all parts of both steps": ([*images(8, 9), *images(8, 9, part=1)], 9),
+    "of the newer one a part is torn": ([*images(8, 9), *images(8, part=1)], 8),
+    "a part is missing": ([*images(8, 9)], -1),
+    "said at different moments": ([*images(40, 41), *images(37, 38, part=1)], 38),
+    "parts of two views are not one state": ([*images(9), *images(9, part=1, view=2)], -1),
+    "the old view's is whole, the new one's not yet": (
+        [*images(8, 9), *images(8, 9, part=1), *images(12, view=2, shares=3)],
+        9,
+    ),
+    "both views' are": ([*images(9), *images(9, part=1), *images(12, view=2, shares=1)], 12),
+    "shards and shares": ([i for p in range(4) for i in images(5, part=p, shards=2)], 5),
+    "shards and shares, one missing": ([i for p in range(3) for i in images(5, part=p, shards=2)], -1),
+    "a replica of the same step": ([*images(40, 41), *images(40, part=1, replica=True)], 40),
+    "a replica that is behind": ([*images(40, 41), *images(30, part=1, replica=True)], -1),
+    "a replica beside its seat": ([*images(9), *images(9, part=1), *images(8, part=1, replica=True)], 9),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_that_is_whole(case: str) -> None:
+    held, step = CASES[case]
+    assert whole_at_least(held) == step
+    assert whole_at_least(reversed(held)) == step
+
+
+def test_what_survives_what() -> None:
+    own = {"a": images(8, 9), "b": images(8, 9, part=1)}
+    assert safety(own, -1) == Safety(9, -1, -1)
+    assert safety({}, 5) == Safety(-1, -1, 5)
+    copied = {
+        "a": (*images(8, 9), *images(8, part=1, replica=True)),
+        "b": (*images(8, 9, part=1), *images(8, replica=True)),
+    }
+    assert safety(copied, 5) == Safety(9, 8, 5)
+    one_way = {"a": (*images(8), *images(8, part=1, replica=True)), "b": images(8, part=1)}
+    assert safety(one_way, -1) == Safety(8, -1, -1), "part 0 is lost with node a"
+    twice_on_one_node = {"a": (*images(8), *images(8, part=1), *images(8, part=1, view=1))}
+    assert safety(twice_on_one_node, -1) == Safety(8, -1, -1)

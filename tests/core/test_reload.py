@@ -1,0 +1,142 @@
+"""All workers are gone, and their state is in the nodes' memory: they start from it, and no restart is counted, as long
+as it is nobody's error and gets further each time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from core.world import World
+from holdfast.core import events as e
+from holdfast.core import records as r
+from holdfast.core.events import SessionInfo
+from holdfast.core.faults import Signalled
+from holdfast.core.kept import IMAGES_MAX, SAID_EVERY_S, KeptImage, Safety
+from holdfast.core.ladder import Strategy
+
+KILLED = Signalled(9, "SIGKILL")
+
+
+def training(restarts: int = 0, nodes: tuple[int, int] = (1, 2)) -> World:
+    return World(nodes=nodes, session=SessionInfo(), workers=1, restarts=restarts).train("a", "b")
+
+
+def keep(world: World, node_id: str, part: int, *steps: int, view: int = 1) -> None:
+    world.do(world.kept(node_id, *(KeptImage(step, part, 1, 2, view) for step in steps)))
+
+
+def keep_all(world: World, *steps: int) -> None:
+    keep(world, "a", 0, *steps)
+    keep(world, "b", 1, *steps)
+
+
+def kill_all(world: World, **choices: Any) -> r.IncidentDecided:
+    choices = {"end": KILLED} | choices
+    world.do(world.failed("a", 0, **choices), world.failed("b", 0, **choices))
+    return [record for record in world.history if isinstance(record, r.IncidentDecided)][-1]
+
+
+def test_a_restart_from_memory_is_not_counted() -> None:
+    world = training()
+    keep_all(world, 8, 9)
+    decided = kill_all(world)
+    assert (decided.strategy, decided.counted, decided.reload) == (Strategy.RESTART, False, 9)
+    assert "step 9 or later in the nodes' memory" in decided.why
+    assert (world.job.restarts_used, world.job.reloaded) == (0, 9)
+
+
+def test_without_memory_it_is_and_none_is_left() -> None:
+    world = training()
+    decided = kill_all(world)
+    assert (decided.strategy, decided.reload) == (Strategy.EXIT, -1) and "--max-restarts 0" in decided.why
+
+
+@pytest.mark.parametrize("said", [((8, 9), (8,)), ((40, 41), (37, 38))])
+def test_nodes_need_not_have_spoken_at_the_same_moment(said: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    world = training()
+    keep(world, "a", 0, *said[0])
+    keep(world, "b", 1, *said[1])
+    decided = kill_all(world)
+    assert (decided.strategy, decided.counted, decided.reload) == (Strategy.RESTART, False, said[1][-1])
+
+
+def test_an_error_of_their_own_counts() -> None:
+    world = training(restarts=1)
+    keep_all(world, 8, 9)
+    decided = kill_all(world, exception="ValueError")
+    assert (decided.strategy, decided.counted) == (Strategy.RESTART, True)
+
+
+def test_what_a_healthy_rank_suffers_when_another_goes_does_not() -> None:
+    world = training()
+    keep_all(world, 8, 9)
+    world.do(world.failed("a", 0, end=KILLED), world.failed("b", 0, collateral=True))
+    decided = [record for record in world.history if isinstance(record, r.IncidentDecided)][-1]
+    assert (decided.strategy, decided.counted, decided.reload) == (Strategy.RESTART, False, 9)
+
+
+def test_what_gets_no_further_counts() -> None:
+    world = training(restarts=1)
+    keep_all(world, 8, 9)
+    assert not kill_all(world).counted
+    world.prove()
+    keep_all(world, 8, 9)
+    second = kill_all(world)
+    assert (second.strategy, second.counted) == (Strategy.RESTART, True)
+
+
+def test_what_gets_further_does_not() -> None:
+    world = training()
+    for step in (9, 10, 11):
+        keep_all(world, step)
+        decided = kill_all(world)
+        assert (decided.strategy, decided.counted, decided.reload) == (Strategy.RESTART, False, step)
+        world.prove(step)
+
+
+def test_parts_on_a_node_that_is_gone_are_gone() -> None:
+    world = training()
+    keep_all(world, 8, 9)
+    world.do(world.broke("b"))
+    world.wait(0.3)
+    world.do(world.failed("a", 0, end=KILLED))
+    decided = [record for record in world.history if isinstance(record, r.IncidentDecided)][-1]
+    assert decided.reload == -1
+
+
+def test_a_node_that_comes_again_says_what_it_has() -> None:
+    """Its next life is asked anew; what the last one said is forgotten."""
+    world = training()
+    keep_all(world, 8, 9)
+    world.do(world.broke("b"))
+    world.wait(0.3)
+    world.next_life("b")
+    world.do(world.hello("b"))
+    assert "b" not in world.job.images
+
+
+def test_memory_is_written_down_now_and_then_only() -> None:
+    world = training()
+    for step in range(1, 50):
+        keep_all(world, step)
+    said = [record for record in world.history if isinstance(record, r.StateSafe)]
+    assert len(said) <= 2 and not any(r.is_durable(x) for x in world.history if isinstance(x, r.StateNoted))
+    world.wait(SAID_EVERY_S)
+    keep_all(world, 60)
+    assert world.job.safety.memory >= 49
+    assert isinstance(world.job.safety, Safety)
+
+
+def test_a_node_may_not_say_too_much() -> None:
+    world = training()
+    keep(world, "a", 0, *range(IMAGES_MAX + 5))
+    assert len(world.job.images["a"]) == IMAGES_MAX
+
+
+def test_a_checkpoint_is_known_by_its_highest_step() -> None:
+    world = training()
+    for step in (5, 10, 7):
+        world.do(e.CheckpointWritten(node_id="a", incarnation=world.life("a"), step=step, url=f"/c/step-{step}"))
+    assert (world.job.checkpoint, world.job.checkpoint_url) == (10, "/c/step-10")
+    assert len([record for record in world.history if isinstance(record, r.CheckpointPublished)]) == 2

@@ -1,0 +1,42 @@
+"""A node is lost with all that it remembered, and the other's workers too: what the other keeps for it is enough."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from e2e.jobs import kill9, snapshot_dir, wait_for
+from e2e.sessions import Run, assert_same_bits, undisturbed
+from holdfast.core.ladder import Strategy
+from holdfast.core.records import IncidentDecided
+from holdfast.wire.slots import Seat
+
+LONG = 200
+
+
+def safe_steps() -> list[int]:
+    """By seat of the job: the newest step that is whole, its copy on the other node included."""
+    seats = [Seat.open(path.parent) for path in snapshot_dir().glob("*/*/seat-*/control")]
+    return [seat.get("whole") for seat in seats if seat.get("partners")]
+
+
+def test_a_lost_node_comes_back_from_the_memory_of_another(tmp_path: Path) -> None:
+    flags = ["--spare-nodes", "1", "--replicas", "1", "--snapshots", "1"]
+    run = Run(tmp_path)
+    for name in ("a", "b", "spare"):
+        run.join(name, "fsdp", nnodes="2", steps=LONG, flags=flags, options=["--pause", "0.05"])
+    run.wait_until_calm(2)
+    run.wait_for_nodes("a", "b", "spare")
+    lost = run.other_than_the_masters()
+    (stays,) = {member.node_id for member in run.view().members} - {lost}
+    wait_for(lambda: len(steps := safe_steps()) == 2 and min(steps) > 5, what="copies on the other node")
+    survivors = {m.node_id: m.first_rank for m in run.view().members}
+    worker = run.pid_of(survivors[stays])
+    run.kill_node(lost)
+    kill9(worker)
+    shutil.rmtree(next(snapshot_dir().glob(f"*/{lost}")))  # as its memory would be
+    run.wait_until_calm(2)
+    run.hurry().finish()
+    assert_same_bits(run, undisturbed("fsdp", ranks=2, steps=LONG), missing=2)
+    chosen = [record for record in run.place.journal.of(IncidentDecided) if record.strategy is Strategy.RESTART]
+    assert len(chosen) == 1 and chosen[0].reload > 5 and not chosen[0].counted
