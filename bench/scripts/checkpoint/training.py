@@ -1,7 +1,7 @@
 """What all contenders of checkpoint.py train, and how a turn of theirs is measured. Needs torch, nothing else.
 
-A script waits for questions (files, as some launchers keep standard input for themselves) and answers with numbers. Peak
-memory is looked at from outside.
+A script waits for questions (files, as some launchers keep standard input for themselves) and answers with numbers.
+Peak memory is looked at from outside.
 """
 
 from __future__ import annotations
