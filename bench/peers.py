@@ -34,6 +34,12 @@ NVRX = Peer(
     without_dependencies=True,  # they pin what only a machine with accelerators has
     besides=("packaging", "psutil", "pyyaml", "defusedxml", "nvidia-ml-py"),
 )
+DLROVER = Peer(
+    "dlrover[k8s,torch]",
+    "dlrover.trainer.torch.flash_checkpoint.ddp",
+    released_as="dlrover",
+    besides=("protobuf",),
+)
 
 
 def install(peer: Peer, directory: Path) -> str:

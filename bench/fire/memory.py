@@ -248,8 +248,10 @@ class Campaign:
         return Left(step, world.view if step > world.step else world.maker)
 
     def _change(self) -> None:
-        """Another number of ranks, now and then; and a node's memory lost, if there is storage to fall back on."""
-        if not self._is_sharded and self._chance.random() < 0.1:
+        """Another number of ranks, now and then, if the job begins anew; and a node's memory lost, if there is storage
+        to fall back on. (If a rank leaves for good while others go on, what it alone had heard goes with it: until
+        their first copy is whole, the death of all of them would leave nothing.)"""
+        if not self._is_sharded and self._left.is_recalled and self._chance.random() < 0.2:
             self._size = self._chance.randint(2, SEATS)
             self.counts["other sizes"] += 1
         if self._persists and self._chance.random() < 0.05:

@@ -1,6 +1,7 @@
 """Stands in for the agent where there is none: memory for two images, and a thread that writes them to storage.
 
-For `hf.Checkpointer` under another launcher, or none. The images are files without a name: they go with the process.
+For `hf.Checkpointer` under another launcher, or none. The images are files of memory without a name (memfd): they go
+with the process, whatever ends it. In a directory of the process's own they are found by links to its open files.
 """
 
 from __future__ import annotations
@@ -21,9 +22,8 @@ from holdfast.storage.retention import Policy
 from holdfast.storage.stores import Store
 from holdfast.storage.writing import Writing
 from holdfast.wire.session import NeedRoom, Room, Sealed
-from holdfast.wire.slots import SLOTS, Record, Seat, Wanted, map_image, populate, reading
+from holdfast.wire.slots import SLOTS, Record, Seat, Wanted, reading
 
-SHARED_MEMORY = Path("/dev/shm")
 OTHERS_PATIENCE_S = 600.0
 """How long other ranks may take with their parts."""
 RETRY_S = 0.05
@@ -36,10 +36,14 @@ class OwnKeeper:
 
     def __init__(self, store: Store, policy: Policy, nonce: str, about: Callable[[Record, Sealed], About]) -> None:
         self._store, self._policy, self._nonce, self._about = store, policy, nonce, about
-        self._home = tempfile.TemporaryDirectory(
-            prefix="holdfast-", dir=SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
-        )
-        self._seat = Seat.create(Path(self._home.name) / "seat-0")
+        self._home = tempfile.TemporaryDirectory(prefix="holdfast-")
+        self._files: list[int] = []
+        directory = Path(self._home.name) / "seat-0"
+        directory.mkdir()
+        for name in ("control", *(f"image-{slot}" for slot in range(SLOTS))):
+            self._files.append(os.memfd_create(f"holdfast-{name}"))
+            (directory / name).symlink_to(f"/proc/{os.getpid()}/fd/{self._files[-1]}")
+        self._seat = Seat.create(directory)
         self._thread = ThreadPoolExecutor(1, "holdfast-persist")
         self._writing: list[Future[Found]] = []
         self._lock = threading.Lock()
@@ -67,24 +71,22 @@ class OwnKeeper:
         finally:
             self._thread.shutdown()
             self._seat.close()
+            for file in self._files:
+                os.close(file)
             self._home.cleanup()
 
     def _make_room(self, size_bytes: int) -> None:
-        directory = self._seat.directory
-        for slot in range(SLOTS):
-            descriptor = os.open(self._seat.path(slot), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                os.posix_fallocate(descriptor, 0, size_bytes)
-            except OSError as error:
-                why = f"no room for a copy of the state, {size_bytes / 2**20:.0f} MiB in {directory}: {error.strerror}"
-                self.room = Room(directory="", size_bytes=0, why=why)
-                return
-            finally:
-                os.close(descriptor)
-            memory = map_image(self._seat.path(slot), size_bytes, is_writable=True)
-            populate(memory)
-            memory.close()
-        self.room = Room(directory=str(directory), size_bytes=size_bytes)
+        """Two images, every page of them: whoever moves in maps them."""
+        needed_bytes = SLOTS * (size_bytes - self._seat.room_bytes())
+        why = "" if needed_bytes < (free_bytes := _free_bytes()) else f"{free_bytes / 2**20:.0f} MiB of memory are free"
+        try:
+            for image in self._files[-SLOTS:] if not why else ():
+                os.posix_fallocate(image, 0, size_bytes)
+        except OSError as error:
+            why = str(error.strerror)
+        if why:
+            why = f"no room for two copies of the state, {size_bytes / 2**20:.0f} MiB each: {why}"
+        self.room = Room(directory="" if why else str(self._seat.directory), size_bytes=size_bytes, why=why)
 
     def _persist(self, message: Sealed) -> Found:
         slot, record = next((s, r) for s, r in self._seat.sealed().items() if r.step == message.step)
@@ -112,3 +114,11 @@ class OwnKeeper:
                 )
             time.sleep(RETRY_S)  # other ranks' parts make no sound
         return found
+
+
+def _free_bytes() -> int:
+    """Memory that nobody needs. Beyond that the kernel does not refuse: it kills."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 2**62

@@ -1,0 +1,43 @@
+"""A Checkpointer without an agent: its memory goes with its process, however that ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+import holdfast as hf
+
+SCRIPT = Path(__file__).parent / "scripts" / "save_and_wait.py"
+
+
+def test_a_killed_process_leaves_a_checkpoint_and_no_memory(tmp_path: Path) -> None:
+    before = set(os.listdir("/dev/shm"))
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(Path(hf.__file__).parents[1])}
+    command = [sys.executable, str(SCRIPT), str(tmp_path / "saved")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, env=environment, text=True, **pipes) as process:
+        assert process.stdout is not None
+        assert int(process.stdout.readline()) > 64 * 64 * 4 * 3
+        process.kill()
+    left = [path for path in tmp_path.glob("holdfast-*/seat-0/*") if path.exists()]
+    assert not left
+    assert not {name for name in os.listdir("/dev/shm") if name not in before and not name.startswith("holdfast-0")}
+    model = torch.nn.Linear(64, 64)
+    assert hf.Checkpointer(tmp_path / "saved").load(model=model, optimizer=torch.optim.Adam(model.parameters())) == 7
+
+
+def test_more_than_there_is_is_refused_with_a_sentence(tmp_path: Path) -> None:
+    from holdfast.storage.retention import parse_policy
+    from holdfast.storage.stores import open_store
+    from holdfast.wire.session import NeedRoom
+    from holdfast.worker.own_keeper import OwnKeeper
+
+    keeper = OwnKeeper(open_store(str(tmp_path)), parse_policy("last:1"), "run-1", lambda record, message: None)  # type: ignore[arg-type, return-value]
+    keeper.tell(NeedRoom(2**50))
+    assert keeper.room is not None
+    assert "no room for two copies of the state" in keeper.room.why
+    keeper.close()
