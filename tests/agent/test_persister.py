@@ -39,7 +39,7 @@ class Node:
         image = write_image(Tracked(model=model(step)).state(), shares, part)
         room = await self.vault.grant(seat, len(image))
         assert not room.why
-        page = self.vault.seat(seat)
+        page = self.vault._seats.get(seat)
         assert page is not None
         with page.path(slot).open("r+b") as file:
             file.write(image)

@@ -29,7 +29,7 @@ def put(vault: Vault, seat: int, slot: int, step: int, **changes: int) -> Record
     """An image of one page, as a worker would leave it."""
     room = asyncio.run(vault.grant(seat, PAGE))
     assert not room.why
-    page = vault.seat(seat)
+    page = vault._seats.get(seat)
     assert page is not None
     page.path(slot).write_bytes(bytes([step]) * PAGE)
     record = Record(Status.SEALED, step, 1, seat, 1, 2, PAGE, 7, 0, Wanted.NO, step)._replace(**changes)
@@ -139,7 +139,7 @@ def test_what_is_read_is_taken_and_nobody_overwrites_it(tmp_path: Path) -> None:
     (kept,) = vault.kept()
     with vault.reading(kept) as memory:
         assert memory is not None and memory[:] == bytes([8]) * PAGE
-        seat = vault.seat(0)
+        seat = vault._seats.get(0)
         assert seat is not None and seat.record(0).wanted == Wanted.TAKEN
         writer = ImageLock(seat.path(0), is_writable=True)
         assert not writer.take()

@@ -99,8 +99,11 @@ class Engine:
         newer, if there is one and nobody trains already."""
         self._shards = shards_of(self._tracked.modules().values())
         self._shard = dist.get_rank() % self._shards
-        if self._builds_alone or not self._launched.checkpoint_dir:
-            return
+        if not self._builds_alone and self._launched.checkpoint_dir:
+            self._restore()
+
+    def _restore(self) -> bool:
+        """All ranks together. Whether there was something."""
         trouble: CheckpointError | None = None
         try:
             recalled = self._recall()
@@ -108,7 +111,7 @@ class Engine:
             recalled, trouble = None, error
         if recalled is not None:
             self.next_step, self._seed, self._first_step = recalled.step, recalled.seed, recalled.step
-            self._recalled = recalled.step
+            self._note_recalled(recalled.step)
         elif found := checkpoints.restore(
             self._launched.checkpoint_dir, self._tracked, self._shards, talk.in_session()
         ):
@@ -116,6 +119,27 @@ class Engine:
             self._seed = found.about.seed
         elif trouble is not None:
             raise trouble  # the objects may hold a mixture: they cannot be started with
+        else:
+            return False
+        return True
+
+    def _note_recalled(self, step: int) -> None:
+        self._recalled = step
+        if self._snapshots is not None:
+            self._snapshots.known_whole = step
+
+    def _start_anew(self, settlement: Settlement) -> Settlement:
+        """Nobody has the state, though we came as newcomers to those who should: they have died too, before their end
+        was known to who made this view. It begins as one in which all start anew does."""
+        place = self.membership.place if self.membership else None
+        is_found = bool(self._launched.checkpoint_dir) and self._restore()
+        (begun,) = groups.agree((place.begun if place is not None else -1,))
+        if not is_found and begun >= 0:
+            raise SettleError(
+                f"step {begun} was begun, and nobody who had the state is left; it is not in memory, nor on storage"
+            )
+        seed = self.seed if is_found else settlement.seed
+        return settlement._replace(next_step=self.next_step, first_step=self.next_step, seed=seed)
 
     def _recall(self) -> recalling.Choice | None:
         place = self.membership.place if self.membership else None
@@ -195,6 +219,8 @@ class Engine:
         reset_models(self._tracked.modules().values())  # first: a broken pass leaves parameters in other hands
         for loader in self._loaders():
             loader.set_place(place.rank, place.world_size)
+        if settlement.is_start and groups.agree((int(self._builds_alone),))[0]:
+            settlement = self._start_anew(settlement)
         if resharding.is_needed(settlement, self._shards):
             resharding.carry_out(self._offers(settlement.next_step), settlement.next_step, self._tracked)
         else:

@@ -136,13 +136,13 @@ def _load(choice: Choice, mine: Sequence[HeldImage], shards: int, tracked: Track
         if talk.agree((int(bool(trouble)),))[0]:  # before anybody waits for a part that will not come
             return trouble or "another rank cannot read what it has of it"
         received = _exchange(choice, needed, mapped, talk)
-        sources: dict[int, PartSource] = {
-            part: MemoryPart(memoryview(mapped[part]), here[part].checksums or None, here[part].path)
-            if part in mapped
-            else MemoryPart(memoryview(received[part]), None, f"part {part} from rank {choice.servers[part][0]}")
-            for part in needed
-        }
         try:
+            sources: dict[int, PartSource] = {
+                part: MemoryPart(memoryview(mapped[part]), here[part].checksums or None, here[part].path)
+                if part in mapped
+                else MemoryPart(memoryview(received[part]), None, f"part {part} from rank {choice.servers[part][0]}")
+                for part in needed
+            }
             shard = talk.rank % shards if key.shards == shards else None
             load_parts(sources, key.shards, key.shares, tracked, shard=shard)
         except (CheckpointError, StateError) as error:

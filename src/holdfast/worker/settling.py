@@ -8,7 +8,8 @@ own, and its node's dead workers'), and whether it waits at the barrier before a
 2. A rank that is one step behind waits at that very barrier: it rolls forward, by going on.
 3. A rank that is in the middle of the next step repeats it.
 4. A rank without the state is a newcomer: it is given the state of the settled step before that step begins.
-5. If nobody has a state the run begins: from scratch, or from the same checkpoint everywhere.
+5. If nobody has a state the run begins: from scratch, or from the same checkpoint everywhere. If some of them came as
+   newcomers, those who had the state died before they could hand it on: all look for it together (engine.py).
 """
 
 from __future__ import annotations

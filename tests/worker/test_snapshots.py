@@ -1,0 +1,211 @@
+"""One worker's copies of its state: into which slot, when, and what its next life makes of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.agent.vault import Vault
+from holdfast.errors import CheckpointError
+from holdfast.state.tracked import Tracked
+from holdfast.storage.image import block_checksums
+from holdfast.wire.session import HeldImage, NeedRoom, Room, Sealed
+from holdfast.wire.session import Snapshots as Settings
+from holdfast.wire.slots import ImageLock, Seat, Status, Wanted
+from holdfast.worker.recalling import Choice, Key, Offer, choose, recall
+from holdfast.worker.snapshots import Cut, Snapshots
+from holdfast.worker.talk import outside
+
+
+class Agent:
+    """Makes room at once, and remembers what it was told."""
+
+    def __init__(self, vault: Vault) -> None:
+        self.vault, self.room, self.sealed = vault, None, []
+        self.room: Room | None
+        self.sealed: list[Sealed]
+
+    def tell(self, message: NeedRoom | Sealed) -> None:
+        if isinstance(message, NeedRoom):
+            self.room = asyncio.run(self.vault.grant(0, message.size_bytes))
+        else:
+            self.sealed.append(message)
+
+
+class Life:
+    """A worker from its start to its death."""
+
+    def __init__(
+        self, vault: Vault, view: int, first: int = 0, known_whole: int = -1, every: int = 1, **more: int
+    ) -> None:
+        torch.manual_seed(view)
+        self.model = torch.nn.Linear(8, 8)
+        self.optimizer = torch.optim.Adam(self.model.parameters())
+        self.tracked = Tracked(model=self.model, optimizer=self.optimizer)
+        self.agent = Agent(vault)
+        self.snapshots = Snapshots(self.agent, self.tracked, Settings(every=every, **more))
+        self.snapshots.known_whole = known_whole
+        self.snapshots.enter(Cut(1, 1, 0), view, 3, first, 1)
+        self.next = first
+        self.states: dict[int, list[torch.Tensor]] = {}
+
+    def step(self, has: bool = True) -> None:
+        """As the engine does it, alone in the world. `has`: whether the others have the last one too."""
+        self.states[self.next] = [tensor.clone() for tensor in self.tracked.state().tensors]
+        self.snapshots.begin(self.next)
+        self.model(torch.randn(4, 8)).sum().backward()
+        self.snapshots.join(self.optimizer)
+        words = list(self.snapshots.words(self.next))
+        self.snapshots.agreed(self.next, words if has else [0, *words[1:]])
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.snapshots.poll()
+        self.next += 1
+        if self.snapshots._moving is not None:
+            self.snapshots._moving.join()
+
+    def run_to(self, step: int, **choices: bool) -> Life:
+        while self.next < step:
+            self.step(**choices)
+        return self
+
+
+@pytest.fixture
+def vault(tmp_path: Path) -> Iterator[Vault]:
+    made = Vault(tmp_path, "node-0")
+    made.open("job")
+    yield made
+    made.close()
+
+
+def seat(vault: Vault) -> Seat:
+    found = vault._seats.get(0)
+    assert found is not None
+    return found
+
+
+def steps(vault: Vault) -> list[int]:
+    return sorted(kept.record.step for kept in vault.kept())
+
+
+def recalled(vault: Vault, newer_than: int = -1, held: tuple[HeldImage, ...] | None = None) -> tuple[int, Tracked]:
+    model = torch.nn.Linear(8, 8)
+    tracked = Tracked(model=model, optimizer=torch.optim.Adam(model.parameters()))
+    found = recall(vault.held() if held is None else held, 0, 1, 1, tracked, newer_than, outside())
+    return (found.step if found is not None else -1), tracked
+
+
+def test_two_images_follow_each_other(vault: Vault) -> None:
+    life = Life(vault, 1).run_to(10)
+    assert steps(vault) == [8, 9] and seat(vault).get("whole") == 9
+    assert [message.step for message in life.agent.sealed] == sorted(message.step for message in life.agent.sealed)
+    step, tracked = recalled(vault)
+    assert step == 9
+    for mine, its in zip(tracked.state().tensors, life.states[9], strict=True):
+        assert torch.equal(mine, its)
+    life.snapshots.close()
+
+
+def test_what_is_whole_everywhere_is_kept_while_the_others_lag(vault: Vault) -> None:
+    """Step 6 is the last one that all have: whatever is copied later goes into the other slot."""
+    life = Life(vault, 1).run_to(7)
+    whole = seat(vault).get("whole")
+    for _ in range(4):
+        life.step(has=False)
+        assert whole in steps(vault) and seat(vault).get("whole") == whole
+    assert steps(vault) == [whole, 10]
+    life.snapshots.close()
+
+
+def test_the_step_that_all_have_started_from_is_not_overwritten_first(vault: Vault) -> None:
+    """At the death 9 was there, and only 8 known to be whole everywhere. All start from 9: then 8 gives way."""
+    life = Life(vault, 1).run_to(9)
+    life.step(has=False)
+    assert (steps(vault), seat(vault).get("whole")) == ([8, 9], 8)
+    life.snapshots.close()
+    again = Life(vault, 2, first=9, known_whole=9).run_to(14, has=False)
+    assert 9 in steps(vault) and 8 not in steps(vault) and seat(vault).get("whole") == 9
+    again.snapshots.close()
+
+
+def test_a_checkpoint_that_a_dead_worker_asked_for_blocks_no_slot(vault: Vault) -> None:
+    life = Life(vault, 1, checkpoint_every_steps=4).run_to(6)
+    wanted = [kept for kept in vault.kept() if kept.record.wanted == Wanted.YES]
+    assert [kept.record.step for kept in wanted] == [4], "it is kept for the agent, which has not begun to read"
+    life.run_to(8)
+    assert 4 in steps(vault)
+    life.snapshots.close()
+    again = Life(vault, 2, first=7, known_whole=7).run_to(12)
+    assert steps(vault) == [10, 11]
+    again.snapshots.close()
+
+
+def test_a_checkpoint_that_was_due_when_no_slot_was_free_is_made_up_for(vault: Vault) -> None:
+    life = Life(vault, 1, every=100, checkpoint_every_steps=5).run_to(4)
+    readers = []
+    for number in range(2):
+        readers.append(ImageLock(seat(vault).path(number), is_writable=False))
+        assert readers[-1].take()
+    life.run_to(7)
+    assert not [message for message in life.agent.sealed if message.wanted]
+    for reader in readers:
+        reader.close()
+    life.run_to(10)
+    assert [message.step for message in life.agent.sealed if message.wanted] == [8]
+    life.snapshots.close()
+
+
+def test_a_torn_image_is_nothing(vault: Vault) -> None:
+    life = Life(vault, 1).run_to(8)
+    slot = next(kept.slot for kept in vault.kept() if kept.record.step == 7)
+    record = seat(vault).record(slot)
+    seat(vault).write(slot, record._replace(status=Status.WRITING))
+    assert recalled(vault)[0] == 6 and recalled(vault, newer_than=6)[0] == -1
+    life.snapshots.close()
+
+
+# --- the recall
+
+
+def test_a_damaged_image_gives_way_to_the_one_before(vault: Vault) -> None:
+    life = Life(vault, 1).run_to(8)
+    newest = vault.kept()[0]
+    content = bytearray(seat(vault).path(newest.slot).read_bytes()[: newest.record.size_bytes])
+    vault.note_checksums(newest, block_checksums(memoryview(bytes(content))))
+    content[len(content) // 2] ^= 1
+    seat(vault).path(newest.slot).write_bytes(content)
+    step, tracked = recalled(vault)
+    assert step == 6
+    for mine, its in zip(tracked.state().tensors, life.states[6], strict=True):
+        assert torch.equal(mine, its)
+    with pytest.raises(CheckpointError, match="step 7 in memory"):
+        recalled(vault, newer_than=6)
+    life.snapshots.close()
+
+
+def test_an_image_that_was_overwritten_meanwhile_is_not_taken_for_the_other(vault: Vault) -> None:
+    """A worker of an agent that was killed lived on for a moment."""
+    life = Life(vault, 1).run_to(8)
+    held = vault.held()
+    life.run_to(10)
+    with pytest.raises(CheckpointError, match="is being overwritten"):
+        recalled(vault, held=held)
+    life.snapshots.close()
+
+
+def offer(step: int, part: int, view: int = 1, shards: int = 1, shares: int = 2) -> Offer:
+    return Offer(step, part, shards, shares, 100, 3, 0, view)
+
+
+def test_the_choice() -> None:
+    rows = [[offer(9, 0), offer(8, 0)], [offer(8, 1)]]
+    assert choose(rows, -1) == Choice(Key(8, 1, 2, 1), 3, 0, {0: (0, 100), 1: (1, 100)})
+    assert choose(rows, 8) is None and choose(rows, -1, [Key(8, 1, 2, 1)]) is None
+    assert choose([[offer(9, 0, view=1)], [offer(9, 1, view=2)]], -1) is None, "two histories are no state"
+    both = [[offer(9, 0), offer(9, 0, view=4, shares=1)], [offer(9, 1)]]
+    chosen = choose(both, -1)
+    assert chosen is not None and chosen.key.view == 4
