@@ -165,10 +165,12 @@ def measure(lab: Lab, savers: list[str], options: argparse.Namespace) -> Iterato
         return Sample(what, saver, threads, number, load, found)
 
     if "first" in options.only:
-        for saver in savers:
+        for saver in (one for one in savers if one not in ("session-checkpoint", "dlrover-disk")):
             with lab.memory() as highest:
                 first = sample("first", saver, 0)
             first.found["memory_bytes"] = highest[0]
+            if saver == "session":
+                first.found |= lab.ask("session", "memcpy")
             yield first
     for number in range(options.rounds):
         if "stall" in options.only:

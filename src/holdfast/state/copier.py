@@ -15,6 +15,7 @@ update on the device waits for that, not the host. The thread moves them on when
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from collections import deque
@@ -46,6 +47,18 @@ class _Piece:
     owner: int
     arrived: torch.Event | None = None
     """Of one that comes from a device: the source is pinned memory that is being filled."""
+    plain: tuple[int, int, int] | None = None
+    """Where to, where from, how many bytes, if it is a mere run of bytes."""
+
+    def copy(self) -> None:
+        """A run of bytes without torch, which would have all its threads share each piece: where every core is busy,
+        they spend more time on waiting for each other than on copying. Two can copy anyway: the thread, and who
+        joins it."""
+        if self.plain is not None:
+            ctypes.memmove(*self.plain)
+        else:
+            with torch.no_grad():
+                self.target.copy_(self.source)
 
 
 class Work:
@@ -161,8 +174,7 @@ class Copy:
     def _copy(self, piece: _Piece) -> None:
         if piece.arrived is not None:
             piece.arrived.synchronize()
-        with torch.no_grad():
-            piece.target.copy_(piece.source)
+        piece.copy()
         with self._changed:
             self._left[piece.owner] -= 1
             self._in_all -= 1
@@ -237,11 +249,13 @@ def _pieces(task: Task) -> Sequence[_Piece]:
     """Of a large tensor many, so that two can share the work."""
     source, target = task.source.detach(), task.target
     size_bytes = source.numel() * source.element_size()
-    if size_bytes <= PIECE_BYTES or not source.is_contiguous() or not target.is_contiguous():
-        return [_Piece(target, source, task.owner)] if size_bytes else []
-    count = PIECE_BYTES // source.element_size()
-    flat_source, flat_target = source.view(-1), target.view(-1)
+    is_plain = source.is_contiguous() and target.is_contiguous() and source.dtype == target.dtype
+    if not size_bytes:
+        return []
+    if not is_plain or source.is_conj() or source.is_neg():
+        return [_Piece(target, source, task.owner)]
+    to, origin = target.data_ptr(), source.data_ptr()
     return [
-        _Piece(flat_target[at : at + count], flat_source[at : at + count], task.owner)
-        for at in range(0, source.numel(), count)
+        _Piece(target, source, task.owner, plain=(to + at, origin + at, min(PIECE_BYTES, size_bytes - at)))
+        for at in range(0, size_bytes, PIECE_BYTES)
     ]

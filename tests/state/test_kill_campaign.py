@@ -1,0 +1,37 @@
+"""A few hundred `kill -9` of bench/kill_campaign.py: after each, a whole state is there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CAMPAIGN = Path(__file__).parents[2] / "bench" / "kill_campaign.py"
+TIME_LIMIT_S = 110
+KILLS = {"storage": 120, "memory": 120, "persist": 40}
+"""Enough to hit every kind of moment; the seconds below bound them on a busy machine."""
+
+
+@pytest.mark.parametrize("phase", KILLS)
+def test_some_whole_state_survives_every_kill(tmp_path: Path, phase: str) -> None:
+    before = {name for name in os.listdir("/dev/shm") if name.startswith("holdfast-campaign-")}
+    output = tmp_path / "result.json"
+    temporary = tmp_path / "runs"
+    temporary.mkdir()
+    flags = ["--only", phase, "--kills", str(KILLS[phase]), "--seconds", "20", "--seed", "7", "-o", str(output)]
+    finished = subprocess.run(
+        [sys.executable, str(CAMPAIGN), *flags],
+        env={**os.environ, "TMPDIR": str(temporary)},
+        capture_output=True,
+        text=True,
+        timeout=TIME_LIMIT_S,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert json.loads(output.read_text())["counts"][phase]["kills"] >= 10
+    assert not list(temporary.glob("holdfast-*")), "something was left behind"
+    assert {name for name in os.listdir("/dev/shm") if name.startswith("holdfast-campaign-")} <= before
