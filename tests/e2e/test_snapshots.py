@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 
-from e2e.jobs import kill9, snapshot_dir, wait_for
+from e2e.jobs import kill9, snapshot_dir, wait_for, wait_until_nothing_left
 from e2e.sessions import Run, assert_same_bits, undisturbed
 from holdfast.core.ladder import Strategy
 from holdfast.core.records import CheckpointPublished, IncidentDecided
@@ -73,6 +72,7 @@ def test_a_killed_agent_started_again_goes_on_from_memory(tmp_path: Path) -> Non
     run.wait_for_step(10)
     step = min(steps_in_memory(at_least=8))
     run.agents.pop().kill()
+    wait_until_nothing_left()  # its master keeps the journal until it sees that nobody comes back
     run.hurry().start("fsdp", ranks=2, flags=flags, options=PAUSE).finish()
     assert_same_bits(run, undisturbed("fsdp", ranks=2))
     first = {line.pid: line.step for line in reversed(run.ledger)}
@@ -163,4 +163,3 @@ def test_without_snapshots_there_are_none(tmp_path: Path) -> None:
     assert run.finals == undisturbed("ddp", ranks=2).finals
     assert run.place.journal.job().restarts_used == 1 and decisions(run)[0].reload == -1
     assert not snapshot_dir().exists()
-    shutil.rmtree(snapshot_dir(), ignore_errors=True)
