@@ -13,7 +13,7 @@ from holdfast.core import records as r
 from holdfast.core.events import SessionInfo
 from holdfast.core.faults import Signalled
 from holdfast.core.kept import IMAGES_MAX, SAID_EVERY_S, KeptImage, Safety
-from holdfast.core.ladder import Strategy
+from holdfast.core.ladder import FailoverStrategy, Strategy
 
 KILLED = Signalled(9, "SIGKILL")
 
@@ -66,6 +66,13 @@ def test_an_error_of_their_own_counts() -> None:
     keep_all(world, 8, 9)
     decided = kill_all(world, exception="ValueError")
     assert (decided.strategy, decided.counted) == (Strategy.RESTART, True)
+
+
+def test_a_wish_of_the_extension_counts() -> None:
+    world = training(restarts=1)
+    keep_all(world, 8, 9)
+    decided = kill_all(world, advice=FailoverStrategy.GLOBAL_FAILOVER)
+    assert (decided.strategy, decided.counted, decided.reload) == (Strategy.RESTART, True, 9)
 
 
 def test_what_a_healthy_rank_suffers_when_another_goes_does_not() -> None:

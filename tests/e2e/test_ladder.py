@@ -213,8 +213,8 @@ def test_rungs_that_cannot_work_are_refused_at_start(tmp_path: Path) -> None:
 
 
 def test_a_job_of_one_worker(tmp_path: Path) -> None:
-    """There is nobody to ask for the state: what dies starts again from the beginning."""
-    flags = ["--max-restarts", "1"]
+    """There is nobody to ask for the state, and none in memory: what dies starts again from the beginning."""
+    flags = ["--max-restarts", "1", "--snapshots", "off"]
     run = Run(tmp_path).start("ddp", ranks=1, faults=["forward:5:0:kill"], flags=flags).finish()
     assert run.finals == undisturbed("ddp", ranks=1).finals
     assert [i.strategy for i in run.incidents] == [Strategy.RESTART] and run.place.journal.job().restarts_used == 1

@@ -44,7 +44,7 @@ import msgspec
 
 from holdfast.core import blame, plans
 from holdfast.core.copies import lack
-from holdfast.core.faults import is_collateral
+from holdfast.core.faults import Failure, is_collateral
 from holdfast.core.kept import whole_at_least
 from holdfast.core.ladder import FailoverStrategy, Strategy
 from holdfast.core.plans import Damage, Plan
@@ -159,8 +159,8 @@ def _start_anew(job: Job, trouble: Trouble, reason: str) -> Choice:
     blamed = bool(faults) or bool(own_errors(job))
     counted = blamed or (trouble.kind == "worker" and not members_gone(job))
     reload = _in_memory(job)
-    if reload > job.reloaded and not any(f.exception and not is_collateral(f) for f in job.failed.values()):
-        counted = False  # nobody's error, nothing is lost, and it has come further than the last time
+    if reload > job.reloaded and not any(_is_own(failure) for failure in job.failed.values()):
+        counted = False  # nobody's error or wish, nothing is lost, and it has come further than the last time
     prefix = f"{reason}; " if reason else ""
     if ruled_out := blame.forbidden(job).get(Strategy.RESTART):
         return Choice(Strategy.EXIT, False, f"{prefix}a restart would not help ({ruled_out})")
@@ -173,6 +173,12 @@ def _start_anew(job: Job, trouble: Trouble, reason: str) -> Choice:
     nodes = min(eligible, settings.nodes_max)
     why = f"{prefix}{nodes} of {settings.nodes_max} nodes can go on"
     return Choice(Strategy.RESTART, counted, why, reload=reload)
+
+
+def _is_own(failure: Failure) -> bool:
+    """Whether it is an error of the script, or the failover extension wants a restart for it, which counts."""
+    is_wish = failure.advice is FailoverStrategy.GLOBAL_FAILOVER
+    return is_wish or (bool(failure.exception) and not is_collateral(failure))
 
 
 def _in_memory(job: Job) -> int:
