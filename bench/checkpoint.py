@@ -263,14 +263,19 @@ def run(options: argparse.Namespace, dlrover_python: str, missing: dict[str, str
                     print(error, file=sys.stderr)
                     missing |= {saver: "did not start" for saver in wanted if SAVERS[saver] == process}
             wanted = [saver for saver in wanted if saver not in missing]
-            samples = list(shown(measure(lab, wanted, options)))
+            samples = []
+            try:
+                for sample in shown(measure(lab, wanted, options)):
+                    samples.append(sample)
+            except KeyboardInterrupt:
+                print("interrupted: what there is", file=sys.stderr)
             for process in sorted(processes):
                 (lab._turns / f"{process}.{lab._counts.get(process, 0)}.ask").write_text('{"what": "stop"}')
             return samples
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that everything started is ended
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # an exception: what there is is shown, and all is ended
     options = parse_options()
     python, version, why = find_dlrover(options)
     missing = {name: why for name, process in SAVERS.items() if process == "dlrover"} if why else {}
