@@ -55,6 +55,7 @@ IN_MEMORY = ("session", "dlrover-memory")
 MEASURES = ("first", "stall", "cadence", "durable", "persist", "restore")
 START_LIMIT_S, ANSWER_LIMIT_S = 180.0, 600.0
 LOOK_S = 0.01
+SHARED_MEMORY, DLROVER_MEMORY = Path("/dev/shm"), "*_ckpt_shm_*"
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ def measure(lab: Lab, savers: list[str], options: argparse.Namespace) -> Iterato
                 first = sample("first", saver, 0)
             first.found["memory_bytes"] = highest[0]
             if saver == "session":
-                first.found |= lab.ask("session", "memcpy")
+                first.found.update(lab.ask("session", "memcpy"))
             yield first
     for number in range(options.rounds):
         if "stall" in options.only:
@@ -233,10 +234,22 @@ def parse_options() -> argparse.Namespace:
     return options
 
 
+@contextmanager
+def left_by_dlrover() -> Iterator[None]:
+    """Its shared memory outlives it."""
+    before = set(SHARED_MEMORY.glob(DLROVER_MEMORY))
+    try:
+        yield
+    finally:
+        for path in set(SHARED_MEMORY.glob(DLROVER_MEMORY)) - before:
+            path.unlink(missing_ok=True)
+
+
 def run(options: argparse.Namespace, dlrover_python: str, missing: dict[str, str]) -> list[Sample]:
     wanted = [name for name in options.contenders if name not in missing]
     processes = {SAVERS[name] for name in wanted} | ({"bare"} if {"persist", "restore"} & set(options.only) else set())
-    with tempfile.TemporaryDirectory(prefix="holdfast-bench-", ignore_cleanup_errors=True) as name:
+    home = tempfile.TemporaryDirectory(prefix="holdfast-bench-", ignore_cleanup_errors=True)
+    with left_by_dlrover(), home as name:
         directory = Path(name)
         parent = options.storage or directory
         with tempfile.TemporaryDirectory(prefix="storage-", dir=parent) as storage, Run(directory) as started:
@@ -250,14 +263,19 @@ def run(options: argparse.Namespace, dlrover_python: str, missing: dict[str, str
                     print(error, file=sys.stderr)
                     missing |= {saver: "did not start" for saver in wanted if SAVERS[saver] == process}
             wanted = [saver for saver in wanted if saver not in missing]
-            samples = list(shown(measure(lab, wanted, options)))
+            samples = []
+            try:
+                for sample in shown(measure(lab, wanted, options)):
+                    samples.append(sample)
+            except KeyboardInterrupt:
+                print("interrupted: what there is", file=sys.stderr)
             for process in sorted(processes):
                 (lab._turns / f"{process}.{lab._counts.get(process, 0)}.ask").write_text('{"what": "stop"}')
             return samples
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that everything started is ended
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # an exception: what there is is shown, and all is ended
     options = parse_options()
     python, version, why = find_dlrover(options)
     missing = {name: why for name, process in SAVERS.items() if process == "dlrover"} if why else {}

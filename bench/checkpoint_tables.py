@@ -69,7 +69,7 @@ def _stall(samples: Samples, size_bytes: float) -> list[str]:
                     name,
                     _middle(found, lambda s: 1e3 * s["stall_s"], 1),
                     _middle(found, lambda s: s["stall_s"] / s["memcpy_s"]),
-                    _middle(found, lambda s: s["stall_cpu_s"] / s["memcpy_s"]),
+                    _middle(found, lambda s: s["stall_cpu_s"] / s["memcpy_cpu_s"]),
                     _middle(found, lambda s: s["extra_s"] / s["memcpy_s"], 2),
                 )
             )
@@ -110,6 +110,7 @@ def _ours(samples: Samples, size_bytes: float) -> list[str]:
         for name in ("session", "checkpointer"):
             found = _of(samples, "stall", contender=name, threads=threads)
             add(f"stall × memcpy, {name}, {threads} compute", found, lambda s: s["stall_s"] / s["memcpy_s"], goal)
+            add("… processor time", found, lambda s: s["stall_cpu_s"] / s["memcpy_cpu_s"], goal)
             quiet = [one for one in found if one["others"] < QUIET]
             add(f"… of it, others used < {QUIET} cores", quiet, lambda s: s["stall_s"] / s["memcpy_s"], goal)
     add("first snapshot × memcpy", first, lambda s: s["first_s"] / s["memcpy_s"], "≤ 1.2")

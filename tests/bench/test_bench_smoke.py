@@ -110,3 +110,14 @@ def test_canonical_compares_both_reductions(temporary: Path) -> None:
     (finding,) = run_bench(temporary, "canonical.py", *flags)["findings"]
     assert (finding["ranks"], finding["slots"]) == (2, 3)
     assert len(finding["average_s"]) == len(finding["canonical_s"]) == 1
+
+
+def test_checkpoint_measures_saves_and_loads(temporary: Path) -> None:
+    flags = ("--size-mb", "6", "--rows", "4", "--rounds", "1", "--disk-rounds", "1", "--steps", "1")
+    names = ("session", "session-checkpoint", "checkpointer", "torch.save", "dcp.save")
+    result = run_bench(temporary, "checkpoint.py", *flags, "--contenders", ",".join(names))
+    assert not [sample for sample in result["samples"] if "error" in sample["found"]]
+    stalls = {(one["contender"], one["threads"]) for one in result["samples"] if one["measure"] == "stall"}
+    assert stalls == {(name, threads) for name in names for threads in (1, 2)}
+    (persist,) = [one["found"] for one in result["samples"] if one["measure"] == "persist"]
+    assert 0.0 < persist["persist_s"] < 60.0

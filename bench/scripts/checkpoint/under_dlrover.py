@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer, StorageType
-from training import STORAGE, Clock, Training, drop_from_cache, serve, stall_turn, timed
+from training import LOOK_S, STORAGE, Clock, Training, drop_from_cache, serve, stall_turn, timed
 
 
 class Dlrover:
@@ -37,7 +38,10 @@ class Dlrover:
         return stall_turn(training, training.step, lambda: self.save(kind), wait, Clock(), question["steps"])
 
     def wait(self) -> None:
-        self.checkpointer.wait_latest_checkpoint(120)
+        """Until its tracker names the last one. Its own wait_latest_checkpoint raises before there is a first."""
+        tracker = self.directory / "dlrover_latest.txt"
+        while not (tracker.exists() and tracker.read_text().strip() == str(self.number)):
+            time.sleep(LOOK_S)
 
     def load(self) -> None:
         state = self.checkpointer.load_checkpoint()
