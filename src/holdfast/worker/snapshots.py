@@ -332,7 +332,7 @@ class Snapshots:
         """Memory that stands still until an update → whose update."""
         found: dict[int, int] = {}
         if not self._copies_shared_at_once:
-            found |= {_memory_of(item): SHARED for item in self._tracked.free_parameters()}
+            found |= {_memory_of(item): SHARED for item in self._tracked.parameters()}
         for number, optimizer in enumerate(self._tracked.optimizers().values()):
             for parameter in parameters_of(optimizer):
                 found[_memory_of(parameter)] = number

@@ -32,6 +32,10 @@ Seat = tuple[str, int]
 """A node's id, and a local rank on it."""
 
 
+msgspec.msgpack.Decoder(Head[Label])
+"""msgspec looks at a type when it is first used, and two threads must not be the first."""
+
+
 class Held(msgspec.Struct, frozen=True):
     """A whole image, and where it is. The file is the image."""
 

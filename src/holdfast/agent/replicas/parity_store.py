@@ -49,6 +49,10 @@ class ParityLabel(msgspec.Struct, frozen=True, kw_only=True):
         return self.view, self.step
 
 
+msgspec.msgpack.Decoder(Head[ParityLabel])
+"""As in guests.py: not by two threads at once."""
+
+
 class ParityStore:
     """One for the life of an agent; finds what an earlier life left."""
 
