@@ -233,7 +233,7 @@ def test_a_node_without_snapshots_sends_none(tmp_path: Path) -> None:
 
 def test_an_agent_does_with_its_partners_what_its_orders_say(tmp_path: Path) -> None:
     async def test() -> None:
-        async with agent(tmp_path, token=TOKEN, memory_dir=str(tmp_path / "memory")) as job:
+        async with agent(tmp_path, token=TOKEN, snapshot_dir=str(tmp_path / "memory")) as job:
             port = job.agent.hello().info.bulk_port
             await job.begin(partners=(peer(port, "b"),), guests=(peer(port, "a", 2),))
             replication = job.agent._replication

@@ -48,6 +48,7 @@ PATIENCE_TIMES = 4.0
 PATIENCE_MAX = 256.0
 STEPS_SEEN_MIN = 3
 STEPS_SEEN_MAX = 64
+LOOKS_MORE, LOOK_S = 4, 0.005
 STACKS_WAIT_S = 1.0
 STACK_CHARS_MAX = 16_000
 READ_EVERY_MIN_S = 0.1
@@ -244,7 +245,7 @@ class HangWatch:
 
     async def _tell(self, workers: Sequence[Worker], stalled_s: float) -> None:
         view = self._reports.view
-        states = [process_state(worker.script_pid) for worker in workers]  # before they are asked and have to answer
+        states = await self._look(workers)  # before they are asked and have to answer
         stacks = await self._stacks(workers, states)
         if self._reports.view != view:
             return  # an order has come meanwhile: whatever hung, it hangs no more
@@ -255,6 +256,16 @@ class HangWatch:
         ]
         log.warning(f"nothing has moved on this node for {stalled_s:.1f} s:\n{describe_stacks(vectors)}")
         self._reports.stalled(stalled_s, vectors)
+
+    async def _look(self, workers: Sequence[Worker]) -> list[str]:
+        """The state of each process. One that waits wakes up for a moment now and then: it is looked at several times,
+        and asleep once means that it waits."""
+        states = [process_state(worker.script_pid) for worker in workers]
+        for _ in range(LOOKS_MORE):
+            await asyncio.sleep(LOOK_S)
+            again = [process_state(worker.script_pid) for worker in workers]
+            states = [was if was != "R" else now for was, now in zip(states, again, strict=True)]
+        return states
 
     async def _stacks(self, workers: Sequence[Worker], states: Sequence[str]) -> list[str]:
         self._request += 1
