@@ -102,3 +102,10 @@ def test_canonical_compares_both_reductions(temporary: Path) -> None:
     (finding,) = run_bench(temporary, "canonical.py", *flags)["findings"]
     assert (finding["ranks"], finding["slots"]) == (2, 3)
     assert len(finding["average_s"]) == len(finding["canonical_s"]) == 1
+
+
+def test_node_check_finds_a_wrong_product_on_one_of_two_nodes(temporary: Path) -> None:
+    result = run_bench(temporary, "node_check.py", "--only", "wrong", "--repetitions", "1", "--peer", "none")
+    (sample,) = result["samples"]
+    assert "node-1 is unfit" in sample["found"] and "node-0" not in sample["found"]
+    assert sample["check_s"] > 0
