@@ -108,6 +108,7 @@ class Stage(NamedTuple):
     def environment(self, node: int) -> dict[str, str]:
         environment = machine.benchmark_environment()
         environment = {name: text for name, text in environment.items() if not name.startswith("HOLDFAST_")}
+        environment["TMPDIR"] = str(self.directory)  # torch leaves a directory there
         if self.scenario == "wrong" and node == 1:
             hook = self.directory / "hook"
             hook.mkdir(exist_ok=True)
