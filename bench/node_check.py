@@ -6,7 +6,7 @@
 Two agents on loopback, one worker each, the script does nothing. What is wrong is wrong for both in the same way:
 
     healthy     nothing
-    share       node 1 may run for a quarter of the time (a control group, from its start on)
+    share       node 1 may run for a tenth of the time (a control group, from its start on)
     wrong       a matrix product of node 1 has one wrong number (torch.matmul is replaced as torch is imported)
 
 DLRover keeps its results under /tmp/dlrover, for one node a machine: each of its agents gets a mount of its own there.
@@ -39,7 +39,7 @@ from holdfast.journal import read_entries
 SCENARIOS = ("healthy", "share", "wrong")
 LIMIT_S = 240.0
 LOOK_S = 0.02
-QUOTA_US = 25_000
+QUOTA_US = 10_000
 CGROUP = Path("/sys/fs/cgroup/cpu")
 DLROVER = Peer(
     "dlrover[k8s,torch]==0.6.1", "dlrover", released_as="dlrover", besides=("protobuf", "psutil")
@@ -108,6 +108,7 @@ class Stage(NamedTuple):
     def environment(self, node: int) -> dict[str, str]:
         environment = machine.benchmark_environment()
         environment = {name: text for name, text in environment.items() if not name.startswith("HOLDFAST_")}
+        environment["TMPDIR"] = str(self.directory)  # torch leaves a directory there
         if self.scenario == "wrong" and node == 1:
             hook = self.directory / "hook"
             hook.mkdir(exist_ok=True)

@@ -121,3 +121,10 @@ def test_checkpoint_measures_saves_and_loads(temporary: Path) -> None:
     assert stalls == {(name, threads) for name in names for threads in (1, 2)}
     (persist,) = [one["found"] for one in result["samples"] if one["measure"] == "persist"]
     assert 0.0 < persist["persist_s"] < 60.0
+
+
+def test_node_check_finds_a_wrong_product_on_one_of_two_nodes(temporary: Path) -> None:
+    result = run_bench(temporary, "node_check.py", "--only", "wrong", "--repetitions", "1", "--peer", "none")
+    (sample,) = result["samples"]
+    assert "node-1 is unfit" in sample["found"] and "node-0" not in sample["found"]
+    assert sample["check_s"] > 0

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+import subprocess
+import sys
+
 from rich.console import Console, Group
 
 from holdfast.cli.check_table import check_table
-from holdfast.cli.main import main
 from holdfast.core.health import LinkVerdict, Measured, NodeVerdict, Norm, Problem
 from holdfast.core.records import NodesChecked
 from holdfast.core.sentences import measured_sentence, sentence
@@ -63,13 +64,16 @@ def test_the_sentence_of_a_check_names_the_bad_only() -> None:
     assert "all-reduce with c 4 ms (expected 4 ms)" in measured_sentence(CHECK.nodes[0])
 
 
-def test_help_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["check", "--help"])
-    assert ended.value.code == 0 and "--accelerator NAME" in capsys.readouterr().out
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own: it sets logging up for good."""
+    return subprocess.run([sys.executable, "-m", "holdfast", *words], capture_output=True, text=True, check=False)
 
 
-def test_a_processor_that_nobody_knows_is_refused_at_start(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["check", "--accelerator", "abacus"])
-    assert ended.value.code == 2 and "there is no plug-in of this name" in capsys.readouterr().err
+def test_help_of_the_command() -> None:
+    done = command("check", "--help")
+    assert done.returncode == 0 and "--accelerator NAME" in done.stdout
+
+
+def test_a_processor_that_nobody_knows_is_refused_at_start() -> None:
+    done = command("check", "--accelerator", "abacus")
+    assert done.returncode == 2 and "there is no plug-in of this name" in done.stderr

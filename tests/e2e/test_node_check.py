@@ -137,7 +137,7 @@ def _family(pid: int) -> list[int]:
 def test_a_link_that_loses_packets_is_named_and_none_of_its_ends(tmp_path: Path) -> None:
     lab = install_lab(tmp_path)
     with hosts(3) as net:
-        lose_between(net[1], net[2], 0.05)
+        lose_between(net[1], net[2], 0.03)
         agents = []
         for host, name in zip(net, "abc", strict=True):
             meet = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{net[0].address}:29400", "--rdzv-id", "job")

@@ -312,7 +312,8 @@ class Agent:
         if order.check is not None:  # only now: workers that run would be in its way
             self._examination.want(order.check)
         if not order.leaving:
-            self._beside(self._say_holding(order))
+            if order.check is None:  # else the master says what is going on, and each round would say it again
+                self._beside(self._say_holding(order))
         elif not self._crew.in_session:  # else the crew says when the last of them has left
             await self._crew.stop(self._config.restart_grace_s)
             self._state.vault.remove()

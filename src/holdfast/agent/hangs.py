@@ -245,7 +245,7 @@ class HangWatch:
 
     async def _tell(self, workers: Sequence[Worker], stalled_s: float) -> None:
         view = self._reports.view
-        states = await self._look(workers)  # before they are asked and have to answer
+        states = await self._states(workers)  # before they are asked and have to answer
         stacks = await self._stacks(workers, states)
         if self._reports.view != view:
             return  # an order has come meanwhile: whatever hung, it hangs no more
@@ -257,7 +257,7 @@ class HangWatch:
         log.warning(f"nothing has moved on this node for {stalled_s:.1f} s:\n{describe_stacks(vectors)}")
         self._reports.stalled(stalled_s, vectors)
 
-    async def _look(self, workers: Sequence[Worker]) -> list[str]:
+    async def _states(self, workers: Sequence[Worker]) -> list[str]:
         """The state of each process. One that waits wakes up for a moment now and then: it is looked at several times,
         and asleep once means that it waits."""
         states = [process_state(worker.script_pid) for worker in workers]
