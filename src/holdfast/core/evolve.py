@@ -109,8 +109,8 @@ def _apply(job: Job, record: r.Record) -> None:
             leases.note_trouble(job.streams.by_name.setdefault(stream, leases.StreamState()), trouble)
         case r.PacesNoted():
             stragglers.note(job, record)
-        case r.StragglerFound(node_id=node_id, local_rank=local_rank):
-            job.stragglers.add((node_id, local_rank))
+        case r.StragglerFound(node_id=node_id, local_rank=local_rank, own_s=own_s, usual_s=usual_s):
+            job.stragglers[(node_id, local_rank)] = usual_s / own_s
         case r.NumbersOdd():
             pass  # for people
         case r.NodesChecked() | r.NodeSuspected() | r.NodeReadmitted():
@@ -195,8 +195,9 @@ def _clear_progress(job: Job) -> None:
     """All that is known of the workers of one view only."""
     for known in (job.started, job.done, job.failed, job.held, job.stuck, job.settled):
         known.clear()
-    for pace in (job.paces, job.slow, job.stragglers):
-        pace.clear()
+    job.paces.clear()
+    job.slow.clear()
+    job.stragglers.clear()
     job.pace_norm = (0.0, 0.0, 1.0)
     job.settled_at, job.proved, job.is_closed = 0.0, -1, False
 
