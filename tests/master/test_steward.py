@@ -11,8 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from core.test_checkup import Clinic
 from core.world import World
 from holdfast import monitors
+from holdfast.cli.app import run_app
 from holdfast.core.events import Event, Hello, WorkerFailed
 from holdfast.core.fault_table import typed
 from holdfast.core.faults import Exited
@@ -224,6 +226,28 @@ def test_histories_know_what_happened(tmp_path: Path) -> None:
     care.do(care.world.hello("a"), care.world.hello("b"))
     care.do(care.world.silent("b"))
     assert [(e.kind, e.weight) for e in care.book.history("host-b")] == [(Kind.FAULT, 0.5)]
+
+
+def test_what_a_check_found_is_kept_and_a_failed_one_is_probation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    care = Care(tmp_path)
+    care.world = clinic = Clinic(nodes=(2, 3))
+    clinic.wrong, clinic.times = {"b"}, {"d": 2.0}
+    care.do(*(clinic.hello(name) for name in "abcd"))
+    while tasks := clinic.open_tasks():
+        for node_id, task in tasks:
+            clinic.answered.add((clinic.life(node_id), task.checkup, task.round))
+            care.do(clinic.examined(node_id, clinic.result(node_id, task)))
+    kinds = {name: care.kinds(f"host-{name}") for name in "abcd"}
+    assert kinds == {"b": ["check-failed check-failed"]} | dict.fromkeys("acd", ["check-passed"])
+    assert run_app(["nodes", "history", "host-b", "--state-dir", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert "host-b  check-failed check-failed: matmul check: device 0: the product is wrong (before the job)" in told
+    later = Care(tmp_path, nodes=(1, 1))
+    later.do(later.world.hello("b"), later.world.hello("d"))
+    grades = {name: later.world.job.nodes[name].repute.grade for name in "bd"}
+    assert grades == {"b": Grade.PROBATION, "d": Grade.GOOD}
 
 
 def test_checks_are_part_of_the_history(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from holdfast.core import records as r
 from holdfast.core.ladder import Strategy
 from holdfast.core.plans import Place, Plan
 from holdfast.core.reputation import preference
-from holdfast.core.state import Job, Node
 from holdfast.core.shares import carried
+from holdfast.core.state import Job, Node
 from holdfast.core.views import Candidate, Member, View, assign_group_ranks, choose, seat_members
 
 

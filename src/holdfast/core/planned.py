@@ -9,9 +9,10 @@ must be calm: the view in force is proved or settled, and no other incident is o
     seats are empty           they are filled from the node's parked workers
     a rank is a straggler     with `--straggler-action shift` the others take a part of its share of the global batch
 
-All but the last and the first half of the first case change the size of the world: they need workers that can cope with that, and
-`elastic-training` among the allowed rungs. Where a member that leaves can neither be replaced nor done without, all
-workers start anew without it. A change waits for verdicts and for a store, so that once begun it goes through.
+All but the last and the first half of the first case change the size of the world: they need workers that can cope
+with that, and `elastic-training` among the allowed rungs. Where a member that leaves can neither be replaced nor done
+without, all workers start anew without it. A change waits for verdicts and for a store, so that once begun it goes
+through.
 
 Workers that do not speak to Holdfast are started anew for a change, as soon as it is due.
 """

@@ -11,6 +11,8 @@ After the journal has it:
     a node joins after a fault    it is back: from now on it is on probation
     a node is cordoned            for good: the platform is told, unless too many were within a day
     a node is cleared             all of it is taken back
+    a check is over               passed, or failed: then it is on probation until another one is passed. To be slow is
+                                  no failure: the others of the next job may be as slow, and it is checked again
 
 The book and the platform may fail or be slow: then it is logged, and the job goes on as if nothing were known.
 """
@@ -36,6 +38,7 @@ from holdfast.core.records import (
     NodeCordoned,
     NodeJoined,
     NodeLost,
+    NodesChecked,
     Record,
     ViewFormed,
     WorkerLost,
@@ -142,6 +145,10 @@ class Steward:
                     self._cordon(job, Mark(machine=machine, at=self._clock(), by=f"job {job.job_id}", why=why))
                 case NodeCleared(machine=machine, fault=fault, why=why):
                     self._clear(job, machine, fault, why)
+                case NodesChecked(nodes=verdicts, why=why):
+                    for one in verdicts:
+                        is_fit = one.fitness != "unfit"
+                        self.checked(job, one.node_id, is_fit=is_fit, why=f"{one.why or 'all stages'} ({why})")
 
     def checked(self, job: Job, node_id: str, *, is_fit: bool, why: str) -> None:
         """A check of the node is over. One that failed counts as a fault, and is no secret until another is passed."""
