@@ -84,6 +84,7 @@ SAMPLES = {
     "cordon_limit": "5",
     "machine": "rack3-gpu17",
     "straggler_action": "swap",
+    "straggler_interval": "2.5",
     "accelerator": "cuda",
 }
 
@@ -308,6 +309,7 @@ def test_defaults() -> None:
         fault_table=None,
         cordon_limit=3,
         straggler_action="report",
+        straggler_interval_s=5.0,
         machine=None,
         state_dir="/home/ada/.holdfast",
         heartbeat_interval_s=1.0,

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from core.world import World, durable
 from holdfast.core.events import SessionInfo
+from holdfast.core.fault_table import typed
+from holdfast.core.faults import Exited
 from holdfast.core.orders import Serve
 
 
@@ -44,6 +48,17 @@ def test_a_partner_that_is_lost_is_replaced_by_the_next() -> None:
     world.restart_master()
     world.do(world.hello("a1", domain="a", bulk_port=40_001), world.hello("c1", domain="c", bulk_port=40_003))
     assert partners(world) == {"a1": "c1", "c1": "a1"}, "as before, from the journal alone"
+
+
+def test_a_node_with_a_fault_of_its_own_that_must_stay_keeps_copies_last() -> None:
+    world = World(nodes=(3, 3), workers=2, restarts=1)
+    joined(world, "a1", "b1", "c1")
+    assert partners(world)["a1"] == "b1"
+    event = world.failed("b1", end=Exited(201))
+    world.do(msgspec.structs.replace(event, failure=typed(event.failure)))
+    assert world.view_number == 2
+    assert partners(world) == {"a1": "c1", "b1": "c1", "c1": "a1"}
+    assert durable(world.replayed()) == durable(world.job)
 
 
 def test_as_many_as_were_asked_for_and_none_for_who_has_no_port() -> None:

@@ -76,7 +76,7 @@ def test_what_is_said_of_another_view_or_of_no_seat_does_not_count() -> None:
     world = training()
     for _ in range(6):
         world.do(report(world, "a", 50, 50), report(world, "b", 50, 90, view=7), report(world, "b", 50, 50, 90))
-    assert world.job.stragglers == set()
+    assert not world.job.stragglers
 
 
 def test_swap_sends_the_node_away_at_a_step_boundary_if_another_stands_by() -> None:

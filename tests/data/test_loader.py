@@ -106,6 +106,27 @@ def test_slots_are_batches_and_a_new_view_has_others():
     assert samples_of(loader.step_batches()) == loader.plan.samples(2).tolist()
 
 
+def test_weights_that_help_nobody_are_not_borne():
+    loader = make(slots=4)
+    assert loader.bearable(2, (1.0, 0.5)) == (1.0, 0.5)
+    assert loader.bearable(2, ()) is None
+    assert loader.bearable(3, (1.0, 1.0, 0.25)) is None, "the last would have nothing to do"
+    loader.even_batches = True
+    assert loader.bearable(2, (1.0, 0.5)) is None, "all make as many passes as the one with most"
+    whole = make()  # one batch a rank, of whatever size
+    whole.even_batches = True
+    assert whole.bearable(2, (1.0, 0.5)) == (1.0, 0.5)
+
+
+def test_shifted_shares_are_the_same_samples():
+    loaders = [make(slots=4, rank=rank, world_size=2) for rank in range(2)]
+    for rank, loader in enumerate(loaders):
+        loader.set_place(rank, 2, loader.bearable(2, (1.0, 0.25)))
+    found = [samples_of(loader.step_batches()) for loader in loaders]
+    assert flat(found) == loaders[0].plan.samples(0).tolist()
+    assert len(found[0]) == 3 * len(found[1])
+
+
 def test_steps_are_prefetched_across_views_with_workers():
     loader = make(slots=4, num_workers=1)
     for step, place in enumerate([(0, 1), (0, 1), (1, 2), (1, 2), (0, 1)]):

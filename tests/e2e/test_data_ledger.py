@@ -99,6 +99,29 @@ def test_four_three_two_and_again_four_ranks_use_each_sample_once_an_epoch(tmp_p
     assert max(reads.values()) <= 3, "nobody read anything twice an epoch: two, and some of the third ahead"
 
 
+def test_a_slow_rank_gets_fewer_samples_of_each_step_and_every_sample_is_still_used_once(tmp_path: Path) -> None:
+    place, steps = Place(tmp_path), 300
+    flags = ["--straggler-action", "shift", "--straggler-interval", "0.5"]
+    words = [str(steps), "--slots", "12", "--sample", "0.004:1:3"]
+    agent = place.start("--nproc-per-node", "2", *flags, EXACT, *words)
+    wait_for(lambda: place.journal.of(IncidentClosed), what="a view with other shares")
+    (place.work / "hurry").touch()
+    assert agent.wait() == 0, agent.stderr[-6000:]
+    views = [formed.view for formed in place.journal.of(ViewFormed)]
+    assert not views[0].weights and views[1].kept and views[1].planned
+    assert views[1].weights[0] == 1.0 > views[1].weights[1]
+    lines = [line.split() for line in (place.work / "used").read_text().splitlines()]
+    shares = {(int(step), int(rank)): len(samples) for step, rank, *samples in lines}
+    changed_at = place.journal.of(IncidentClosed)[0].step
+    assert (shares[0, 0], shares[0, 1]) == (6, 6)
+    assert shares[changed_at, 1] < 6 < shares[changed_at, 0]
+    plan = make_plan(203, global_batch_size=12, seed=0, slots=12)
+    assert used(place) == {step: Counter(plan.samples(step).tolist()) for step in range(steps)}
+    assert verify(place)[0] == 0
+    readers = {line.split()[0] for line in (place.work / "read").read_text().splitlines()}
+    assert len(readers) == 2, "nobody was started anew"
+
+
 def test_other_samples_are_told_apart(tmp_path: Path) -> None:
     one, other, wrong = Place(tmp_path / "one"), Place(tmp_path / "other"), Place(tmp_path / "wrong")
     run(one, "12")

@@ -11,15 +11,19 @@ from typing import Any
 import msgspec
 import pytest
 
+from core.test_checkup import Clinic
 from core.world import World
 from holdfast import monitors
+from holdfast.cli.app import run_app
 from holdfast.core.events import Event, Hello, WorkerFailed
 from holdfast.core.fault_table import typed
 from holdfast.core.faults import Exited
+from holdfast.core.health import NodeVerdict
 from holdfast.core.ladder import Verdict
+from holdfast.core.records import NodesChecked
 from holdfast.core.reputation import DAY_S, Grade, Kind, Mark
 from holdfast.errors import HoldfastError
-from holdfast.journal import NodeBook
+from holdfast.journal import NodeBook, nodes
 from holdfast.master.steward import Steward
 from holdfast.monitors import ErrorMonitor, Fault, NodeFacts
 from holdfast.platforms.local import LocalPlatform
@@ -226,13 +230,52 @@ def test_histories_know_what_happened(tmp_path: Path) -> None:
     assert [(e.kind, e.weight) for e in care.book.history("host-b")] == [(Kind.FAULT, 0.5)]
 
 
-def test_checks_are_part_of_the_history(tmp_path: Path) -> None:
+def test_what_a_check_found_is_kept_and_a_failed_one_is_probation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    care = Care(tmp_path)
+    care.world = clinic = Clinic(nodes=(2, 3))
+    clinic.wrong, clinic.times = {"b"}, {"d": 2.0}
+    care.do(*(clinic.hello(name) for name in "abcd"))
+    while tasks := clinic.open_tasks():
+        for node_id, task in tasks:
+            clinic.answered.add((clinic.life(node_id), task.checkup, task.round))
+            care.do(clinic.examined(node_id, clinic.result(node_id, task)))
+    kinds = {name: care.kinds(f"host-{name}") for name in "abcd"}
+    assert kinds == {"b": ["check-failed check-failed"]} | {name: ["check-passed"] for name in "acd"}
+    assert run_app(["nodes", "history", "host-b", "--state-dir", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert "host-b  check-failed check-failed: matmul check: device 0: the product is wrong (before the job)" in told
+    later = Care(tmp_path, nodes=(1, 1))
+    later.do(later.world.hello("b"), later.world.hello("d"))
+    grades = {name: later.world.job.nodes[name].repute.grade for name in "bd"}
+    assert grades == {"b": Grade.PROBATION, "d": Grade.GOOD}
+
+
+def test_a_passed_check_ends_the_probation_and_does_not_push_faults_out_of_the_history(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nodes, "EVENTS_KEPT_MAX", 4)
+    care = Care(tmp_path)
+    care.world = clinic = Clinic(nodes=(1, 2))
+    care.do(clinic.hello("a"))
+    checked = NodesChecked(at=0.0, checkup="1", why="standing by", took_s=1.0, accelerator="cpu", nodes=())
+    for fitness in ("unfit", *("fit",) * 5):
+        verdict = NodeVerdict(node_id="a", incarnation=clinic.life("a"), fitness=fitness, why="")  # type: ignore[arg-type]
+        care.steward.learn([msgspec.structs.replace(checked, nodes=(verdict,))], clinic.job)
+        clinic.now += 60
+    assert care.kinds("host-a") == ["check-failed check-failed", "check-passed"]
+    assert care.steward._repute("host-a").grade is Grade.GOOD
+
+
+def test_of_nodes_on_one_machine_the_worst_counts(tmp_path: Path) -> None:
     care = Care(tmp_path, nodes=(1, 2))
-    care.do(care.world.hello("a"))
-    care.steward.checked(care.world.job, "a", is_fit=False, why="matmul: 3.1 times as long as expected")
-    assert care.kinds("host-a") == ["check-failed check-failed"]
-    later = Care(tmp_path, nodes=(1, 2))
-    later.do(later.world.hello("a"))
-    assert later.world.job.nodes["a"].repute.grade is Grade.PROBATION
-    later.steward.checked(later.world.job, "a", is_fit=True, why="all stages")
-    assert later.steward._repute("host-a").grade is Grade.GOOD
+    care.do(care.world.hello("a", host="h"), care.world.hello("b", host="h"))
+    verdicts = tuple(
+        NodeVerdict(node_id=name, incarnation=care.world.life(name), fitness=fitness, why="")  # type: ignore[arg-type]
+        for name, fitness in (("a", "unfit"), ("b", "fit"))
+    )
+    care.steward.learn(
+        [NodesChecked(at=0.0, checkup="1", why="", took_s=1.0, accelerator="", nodes=verdicts)], care.world.job
+    )
+    assert care.kinds("h") == ["check-failed check-failed"]

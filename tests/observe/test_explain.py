@@ -7,13 +7,17 @@ from pathlib import Path
 
 import msgspec
 
+from core.test_checkup import Clinic
+from core.test_reload import keep_all, kill_all, training
 from core.world import World
 from holdfast.cli.explain import lines
 from holdfast.core import records as r
 from holdfast.core.diagnosis import ranks_text
 from holdfast.core.events import SessionInfo, WorkerFailed
 from holdfast.core.fault_table import typed
-from holdfast.core.faults import Exited
+from holdfast.core.faults import Exited, Signalled
+from holdfast.core.health import CheckResult, Problem
+from holdfast.core.kept import SAID_EVERY_S
 from holdfast.core.ladder import Strategy
 from holdfast.journal import Entry
 from holdfast.observe.explain import Explanation, explain, incident_numbers
@@ -93,6 +97,38 @@ def test_a_lost_node_and_the_end_of_the_job() -> None:
     assert found.kind == "node" and found.fault and found.fault.name == "node-lost" and found.root is None
     assert found.outcome.startswith("the job failed: waited 10 s for 2 nodes")
     assert json.loads(msgspec.json.encode(found))["decisions"][0]["strategy"] == "wait"
+
+
+def test_what_the_last_check_of_the_node_measured_and_its_counters_said() -> None:
+    world = Clinic(nodes=(2, 2), restarts=1)
+    world.come("a", "b")
+    world.start_all()
+    world.now += 10
+    world.do(world.failed("b", end=Signalled(11, "SIGSEGV")))
+    notes = [note.text for note in told(world)[0].nodes if note.node_id == "b"]
+    assert notes[1].startswith("last check (before the job): b is fit: matmul 10 ms (expected 10 ms)")
+    result = CheckResult(problems=(Problem("device", "ecc-errors", "3 uncorrected ECC errors", 1),), store_port=29_900)
+    while tasks := world.open_tasks():
+        for node_id, task in tasks:
+            world.answered.add((world.life(node_id), task.checkup, task.round))
+            world.do(world.examined(node_id, result if node_id == "b" else world.result(node_id, task)))
+    found, text = told(world)
+    notes = [note.text for note in found.nodes if note.node_id == "b"]
+    assert notes[1].startswith("last check (after a fault") and "b is unfit" in notes[1]
+    assert notes[2] == "last check, counters, device 1: 3 uncorrected ECC errors (ecc-errors)"
+    assert f"  b: {notes[2]}" in text
+
+
+def test_which_step_was_in_memory() -> None:
+    world = training()
+    keep_all(world, 8, 9)
+    world.now += SAID_EVERY_S
+    keep_all(world, 9, 10)
+    kill_all(world)
+    found, text = told(world)
+    assert found.decisions[0].reload == 10
+    assert "all workers start from step 10 in the nodes' memory" in text
+    assert found.kept.startswith("step ") and f"kept of the state: {found.kept}" in text
 
 
 def test_each_incident_has_its_own_part_of_the_journal() -> None:

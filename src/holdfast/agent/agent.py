@@ -133,7 +133,7 @@ class Agent:
         self._examination = Examination(config, launcher, self._report_check)
         self._lines = LineServer(self._crew)
         self._replication = self._state.replicate()
-        self._paces = PaceWatch(lambda: self._crew.seated, self._reports)
+        self._paces = PaceWatch(lambda: self._crew.seated, self._reports, config.straggler_interval_s)
         self._hangs = HangWatch(lambda: self._crew.seated, self._reports, config.hang_timeout_s)
 
     # --- what the link asks of us

@@ -87,6 +87,8 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What this node would go down with; empty: its machine."""
     hang_timeout_s: float | None = None
     """How long nothing may move on this node. None: as long as its own steps make reasonable; 0: for ever."""
+    straggler_interval_s: float = 5.0
+    """How often the pace of this node's workers is told."""
     accelerator: str = ""
     """The kind of processor that checks of this node examine; empty: whichever it has."""
     failover: str = ""

@@ -24,8 +24,10 @@ STEPS_MAX = 64
 class PaceWatch:
     """One for the life of an agent."""
 
-    def __init__(self, seated: Callable[[], list[Worker]], reports: Reports) -> None:
-        self._seated, self._reports = seated, reports
+    def __init__(
+        self, seated: Callable[[], list[Worker]], reports: Reports, report_every_s: float = REPORT_EVERY_S
+    ) -> None:
+        self._seated, self._reports, self._report_every_s = seated, reports, report_every_s
         self._view = 0
         self._seen: dict[str, tuple[int, deque[float]]] = {}
 
@@ -36,7 +38,7 @@ class PaceWatch:
             await asyncio.sleep(LOOK_EVERY_S)  # a record in shared memory tells nobody that it has changed
             self.look()
             looks += 1
-            if looks * LOOK_EVERY_S >= REPORT_EVERY_S:
+            if looks * LOOK_EVERY_S >= self._report_every_s:
                 looks = 0
                 self.tell()
 

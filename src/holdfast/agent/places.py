@@ -43,4 +43,5 @@ def place_in(order: Serve, local_rank: int, *, newcomer: bool, begun: int, check
         newcomer=newcomer,
         begun=begun,
         dump=checkpoint_dir if order.strategy is Strategy.DUMP else "",
+        weights=order.weights,
     )

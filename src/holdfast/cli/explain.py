@@ -96,6 +96,9 @@ def lines(found: Explanation) -> Iterator[str]:
         yield ""
         yield "nodes:"
         yield from (f"  {note.node_id}: {note.text}" for note in found.nodes)
+    if found.kept:
+        yield ""
+        yield f"kept of the state: {found.kept}"
     yield from _progress(found)
     for group in found.stacks:
         yield ""
@@ -106,6 +109,8 @@ def lines(found: Explanation) -> Iterator[str]:
     for decision in found.decisions:
         counted = ", uses up a restart" if decision.counted else ""
         yield f"  {moment(decision.at)}  {decision.strategy.value}{counted}: {decision.why}"
+        if decision.reload >= 0:
+            yield f"    all workers start from step {decision.reload} in the nodes' memory, or a later one"
     if not found.decisions:
         yield "  nothing yet"
     yield f"outcome: {found.outcome}"

@@ -216,10 +216,18 @@ RECOVERY = (
     ),
     _ours(
         "--straggler-action",
-        "what to do about a rank that is slower than the others: report it, or swap its node for one that stands by",
+        "what to do about a rank that is slower than the others: report it, shift a part of its share of the global"
+        " batch to the others, or swap its node for one that stands by",
         "ACTION",
         "report",
-        choices=("report", "swap"),
+        choices=("report", "shift", "swap"),
+    ),
+    _ours(
+        "--straggler-interval",
+        "how often a node tells how fast its ranks are; slow in three reports in a row is a straggler",
+        "SECONDS",
+        5.0,
+        parse=seconds_above_zero,
     ),
     _ours("--machine", "name by which this machine is known across jobs; its host's if not given", "NAME"),
     _ours("--state-dir", "directory of the master's journal", "DIR", "~/.holdfast"),

@@ -91,7 +91,8 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     dynamic_failover_extension: str | None  # module::Class
     fault_table: str | None  # path, ~ already replaced
     cordon_limit: int  # nodes sent away within a day because of faults, at least 0
-    straggler_action: Literal["report", "swap"]
+    straggler_action: Literal["report", "shift", "swap"]
+    straggler_interval_s: float  # how often a node tells how fast its ranks are, above 0
     machine: str | None  # stable name of this machine; None: its host's
     state_dir: str  # where the master's journal is; ~ is already replaced
     heartbeat_interval_s: float  # how often a node says that it lives, above 0

@@ -9,12 +9,11 @@ import msgspec
 
 from holdfast.core import checkup, leases, ledger, stragglers
 from holdfast.core import records as r
-from holdfast.core.blame import note
+from holdfast.core.blame import doubtful_nodes, note
 from holdfast.core.copies import Holder, Seats, layout_of, reseat
 from holdfast.core.invariants import check_after
 from holdfast.core.ladder import Strategy
 from holdfast.core.placement import Site, parity_groups, place
-from holdfast.core.reputation import Grade
 from holdfast.core.state import (
     CORDONS_KEPT_MAX,
     FAILURES_PER_INCIDENT_MAX,
@@ -109,8 +108,8 @@ def _apply(job: Job, record: r.Record) -> None:
             leases.note_trouble(job.streams.by_name.setdefault(stream, leases.StreamState()), trouble)
         case r.PacesNoted():
             stragglers.note(job, record)
-        case r.StragglerFound(node_id=node_id, local_rank=local_rank):
-            job.stragglers.add((node_id, local_rank))
+        case r.StragglerFound(node_id=node_id, local_rank=local_rank, own_s=own_s, usual_s=usual_s):
+            job.stragglers[(node_id, local_rank)] = usual_s / own_s
         case r.NumbersOdd():
             pass  # for people
         case r.NodesChecked() | r.NodeSuspected() | r.NodeReadmitted():
@@ -195,8 +194,9 @@ def _clear_progress(job: Job) -> None:
     """All that is known of the workers of one view only."""
     for known in (job.started, job.done, job.failed, job.held, job.stuck, job.settled):
         known.clear()
-    for pace in (job.paces, job.slow, job.stragglers):
-        pace.clear()
+    job.paces.clear()
+    job.slow.clear()
+    job.stragglers.clear()
     job.pace_norm = (0.0, 0.0, 1.0)
     job.settled_at, job.proved, job.is_closed = 0.0, -1, False
 
@@ -226,11 +226,12 @@ def _place_snapshots(job: Job, view: View) -> None:
     """Among the members that can hold any."""
     infos = [(m.node_id, job.nodes[m.node_id].info) for m in view.members]
     sites = [Site(node_id, info.domain or info.machine_id) for node_id, info in infos if info.bulk_port]
+    doubtful = doubtful_nodes(job)
     if job.settings.replica_parity:
-        groups = parity_groups(sites, job.settings.replica_parity, tuple(dict.fromkeys(job.parity.values())))
+        before = tuple(dict.fromkeys(job.parity.values()))
+        groups = parity_groups(sites, job.settings.replica_parity, before, doubtful)
         job.parity = {node_id: group for group in groups for node_id in group}
     else:
-        doubtful = {node_id for node_id, _ in infos if job.nodes[node_id].repute.grade is not Grade.GOOD}
         job.placement = place(sites, job.settings.replicas, job.placement, doubtful)
 
 

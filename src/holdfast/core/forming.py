@@ -8,6 +8,7 @@ from holdfast.core import records as r
 from holdfast.core.ladder import Strategy
 from holdfast.core.plans import Place, Plan
 from holdfast.core.reputation import preference
+from holdfast.core.shares import carried
 from holdfast.core.state import Job, Node
 from holdfast.core.views import Candidate, Member, View, assign_group_ranks, choose, seat_members
 
@@ -48,6 +49,7 @@ def _assemble(job: Job, candidates: Iterable[Candidate], plan: Plan | None = Non
         planned=plan is not None and plan.planned,
         strategy=_strategy(plan) if plan else None,
         replaced=plan.replaced if plan else (),
+        weights=plan.weights if plan and plan.weights is not None else carried(job, members),
     )
 
 

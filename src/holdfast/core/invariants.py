@@ -58,6 +58,8 @@ def check_view(view: View) -> None:
         next_rank += member.workers
     assert view.world_size == next_rank, "the world size is not the number of workers"
     assert len({m.node_id for m in view.members}) == size, "a node twice in a view"
+    has_weights = len(view.weights) == next_rank and max(view.weights) == 1.0 and min(view.weights) > 0
+    assert not view.weights or has_weights, "weights that are no shares of the ranks"
     assert view.store_port > 0 and any(m.node_id == view.store_node_id for m in view.members), "a view without a store"
 
 

@@ -64,6 +64,8 @@ class Serve(msgspec.Struct, frozen=True, kw_only=True, tag="serve"):
     """Those whose snapshots it keeps."""
     parity: tuple[Peer, ...] = ()
     """The group, itself included, that keeps its snapshots as parity."""
+    weights: tuple[float, ...] = ()
+    """Of all ranks' shares of the global batch; empty: all alike."""
 
 
 class Hold(msgspec.Struct, frozen=True, kw_only=True, tag="hold"):
@@ -232,6 +234,7 @@ def _serve(job: Job, view: View, member: Member) -> Serve:
         partners=_peers(job, job.placement.partners.get(member.node_id, ())),
         guests=_peers(job, job.placement.guests.get(member.node_id, ())),
         parity=_peers(job, job.parity.get(member.node_id, ())),
+        weights=view.weights,
     )
 
 

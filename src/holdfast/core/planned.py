@@ -7,10 +7,12 @@ must be calm: the view in force is proved or settled, and no other incident is o
     there are too many        the newest leave
     there is room             nodes that wait are taken in, once their workers are parked or have had the time to
     seats are empty           they are filled from the node's parked workers
+    a rank is a straggler     with `--straggler-action shift` the others take a part of its share of the global batch
 
-All but the first half of the first case change the size of the world: they need workers that can cope with that, and
-`elastic-training` among the allowed rungs. Where a member that leaves can neither be replaced nor done without, all
-workers start anew without it. A change waits for verdicts and for a store, so that once begun it goes through.
+All but the last and the first half of the first case change the size of the world: they need workers that can cope
+with that, and `elastic-training` among the allowed rungs. Where a member that leaves can neither be replaced nor done
+without, all workers start anew without it. A change waits for verdicts and for a store, so that once begun it goes
+through.
 
 Workers that do not speak to Holdfast are started anew for a change, as soon as it is due.
 """
@@ -22,7 +24,9 @@ from collections.abc import Iterable
 from holdfast.core.ladder import Strategy
 from holdfast.core.plans import Place, Plan, find_substitute, keeps_a_copy, standby
 from holdfast.core.reputation import preference
+from holdfast.core.shares import can_shift, shifted
 from holdfast.core.state import Job, Node, Serving
+from holdfast.core.stragglers import untold
 from holdfast.core.troubles import Trouble, counted, dumping, is_disturbed, listed, members_gone, online, staying
 
 
@@ -35,7 +39,7 @@ def wish(job: Job, now: float) -> Trouble | None:
     if leaving := [text for text, _ in members_gone(job)]:
         plan = _without_the_leaving(job)
         return None if plan and not has_store(job, plan) else Trouble("planned", listed(leaving), plan)
-    plan = _shrunk(job) or _grown(job, now)
+    plan = _shrunk(job) or _grown(job, now) or _shifted(job)
     return Trouble("planned", plan.why, plan) if plan and has_store(job, plan) else None
 
 
@@ -188,6 +192,26 @@ def _taken_in_at(job: Job, node: Node) -> float:
 
 def _is_parked(node: Node) -> bool:
     return node.parked >= node.info.workers
+
+
+# --- other shares
+
+
+def _shifted(job: Job) -> Plan | None:
+    """Once for all stragglers that are known. Who stays slow will be found again, in the view that follows."""
+    assert job.view is not None
+    if job.settings.straggler_action != "shift" or not job.stragglers or not can_shift(job):
+        return None
+    if job.incident is None and untold(job):
+        return None
+    weights = shifted(job)
+    if weights == job.view.weights:
+        return None  # they have the least already
+    slow = [f"rank {job.members[n].first_rank + i} on {n}" for n, i in job.stragglers]
+    why = f"slower than the others: {listed(slow)}; a part of its share of the global batch goes to them"
+    return Plan(
+        strategy=Strategy.ELASTIC_TRAINING, places=tuple(_as_they_are(job)), why=why, planned=True, weights=weights
+    )
 
 
 # --- workers that do not speak to Holdfast

@@ -36,6 +36,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     planned: bool = False
     fills: bool = False
     """A planned change that has seats to fill, from parked workers first."""
+    weights: tuple[float, ...] | None = None
+    """Other shares of the global batch; None: as they are."""
 
 
 class Damage(msgspec.Struct, frozen=True):

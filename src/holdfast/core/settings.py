@@ -90,4 +90,5 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     is no longer about nodes; at 4 faults a day of 1,000 nodes it is not reached by hardware."""
 
     straggler_action: str = "report"
-    """What to do about a rank that is slower than the others: `report`, or `swap` its node for one that stands by."""
+    """What to do about a rank that is slower than the others: `report`, `shift` a part of its share of the global batch
+    to the others, or `swap` its node for one that stands by."""

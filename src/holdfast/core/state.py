@@ -317,8 +317,8 @@ class Job:
     """When it was last looked, what ranks take, and how much they differ; where there are many."""
     slow: dict[tuple[str, int], int] = field(default_factory=dict)
     """In how many reports in a row each was slower than the others."""
-    stragglers: set[tuple[str, int]] = field(default_factory=set)
-    """Those of this view that are known."""
+    stragglers: dict[tuple[str, int], float] = field(default_factory=dict)
+    """Those of this view that are known, each with its pace as a share of the usual one."""
     formed_times: list[float] = field(default_factory=list)
     """When the last views were formed."""
     cordons: list[NodeCordoned] = field(default_factory=list)

@@ -7,6 +7,7 @@ ranks, with a floor of 5 % of their median: by a fifth at least. Slow in WINDOW 
 told once a view, and by `--straggler-action`
 
     report   no more than that
+    shift    the others take a part of its share of the global batch, from the next step boundary on (shares.py)
     swap     its node leaves at a step boundary, if one stands by that can take its place
 """
 
@@ -28,7 +29,7 @@ TO_SIGMA = 1.4826
 FEW = 32
 """Of as many ranks, each is compared with all others; of more, with all, as they were a moment ago."""
 NORM_EVERY_S = 5.0
-ACTIONS = ("report", "swap")
+ACTIONS = ("report", "shift", "swap")
 
 Seat = tuple[str, int]
 
@@ -61,10 +62,14 @@ def note(job: Job, record: r.PacesNoted) -> None:
 
 def conclude(job: Job, now: float) -> r.StragglerFound | r.NodeDraining | None:
     """A straggler that is still to be told of, or to be swapped."""
-    slow = [seat for seat, count in job.slow.items() if count >= WINDOW and seat not in job.stragglers]
-    if slow:
+    if slow := untold(job):
         return _found(job, slow[0], now)
     return _swap(job, now) if job.settings.straggler_action == "swap" else None
+
+
+def untold(job: Job) -> list[Seat]:
+    """Stragglers that no record has named yet."""
+    return [seat for seat, count in job.slow.items() if count >= WINDOW and seat not in job.stragglers]
 
 
 def _found(job: Job, seat: Seat, now: float) -> r.StragglerFound:

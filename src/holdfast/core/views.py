@@ -30,7 +30,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     role_world_size: int
 
 
-class View(msgspec.Struct, frozen=True, kw_only=True):
+class View(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Who is in the job, under which ranks, and where they meet."""
 
     number: int
@@ -48,6 +48,8 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     """By which it came about; None for a first view or a change that nobody needed."""
     replaced: tuple[tuple[str, int], ...] = ()
     """Workers (node, local rank) that live but hang, and are ended."""
+    weights: tuple[float, ...] = ()
+    """By rank, how large its share of the global batch is; the largest is 1. Empty: all alike."""
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from holdfast.data.slots import slots_of
+from holdfast.data.slots import slot_counts, slots_of
 from holdfast.errors import UsageError
 
 Weight = Callable[[Any], float]
@@ -76,6 +76,13 @@ class Handing:
         slots_of(rank, world_size, self._slots_total, weights)  # refuses what cannot be
         self.rank, self.world_size = rank, world_size
         self.weights = None if weights is None else tuple(weights)
+
+    def bearable(self, world_size: int, weights: Sequence[float]) -> Sequence[float] | None:
+        """The weights that are wanted, if there are any and they help: not if they leave a rank without a slot, nor if
+        all ranks have to make as many passes as the one with most. The same on all ranks."""
+        if not weights or (self.even_batches and self._is_cut):
+            return None
+        return weights if min(slot_counts(world_size, self._slots_total, tuple(weights))) > 0 else None
 
     def _slots(self) -> range:
         return slots_of(self.rank, self.world_size, self._slots_total, self.weights)

@@ -11,7 +11,7 @@ nothing is decided by it alone: a book that is lost costs memory of the past, no
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,16 +43,27 @@ class NodeBook:
 
     def note(self, machine: str, event: NodeEvent) -> None:
         """One more line of a machine's history."""
-        row = (machine, event.at, event.kind.value, event.fault, event.weight, event.job_id, event.why)
+        self.note_all([(machine, event)])
+
+    def note_all(self, lines: Iterable[tuple[str, NodeEvent]]) -> None:
+        """One more line of each machine's history, in one transaction: a check may be of a thousand. Of the checks that
+        were passed only the last is kept, as machines that stand by pass one every hour."""
         with self._changing() as db:
-            db.execute(
-                "INSERT INTO events (machine, at, kind, fault, weight, job_id, why) VALUES (?, ?, ?, ?, ?, ?, ?)", row
-            )
-            db.execute(
-                "DELETE FROM events WHERE machine = ? AND number NOT IN"
-                " (SELECT number FROM events WHERE machine = ? ORDER BY at DESC, number DESC LIMIT ?)",
-                (machine, machine, EVENTS_KEPT_MAX),
-            )
+            for machine, event in lines:
+                self._note(db, machine, event)
+
+    def _note(self, db: sqlite3.Connection, machine: str, event: NodeEvent) -> None:
+        row = (machine, event.at, event.kind.value, event.fault, event.weight, event.job_id, event.why)
+        if event.kind is Kind.CHECK_PASSED:
+            db.execute("DELETE FROM events WHERE machine = ? AND kind = ?", (machine, event.kind.value))
+        db.execute(
+            "INSERT INTO events (machine, at, kind, fault, weight, job_id, why) VALUES (?, ?, ?, ?, ?, ?, ?)", row
+        )
+        db.execute(
+            "DELETE FROM events WHERE machine = ? AND number NOT IN"
+            " (SELECT number FROM events WHERE machine = ? ORDER BY at DESC, number DESC LIMIT ?)",
+            (machine, machine, EVENTS_KEPT_MAX),
+        )
 
     def history(self, machine: str) -> list[NodeEvent]:
         """The oldest first."""

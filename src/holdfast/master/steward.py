@@ -11,6 +11,8 @@ After the journal has it:
     a node joins after a fault    it is back: from now on it is on probation
     a node is cordoned            for good: the platform is told, unless too many were within a day
     a node is cleared             all of it is taken back
+    a check is over               passed, or failed: then it is on probation until another one is passed. To be slow is
+                                  no failure: the others of the next job may be as slow, and it is checked again
 
 The book and the platform may fail or be slow: then it is logged, and the job goes on as if nothing were known.
 """
@@ -19,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -36,12 +38,14 @@ from holdfast.core.records import (
     NodeCordoned,
     NodeJoined,
     NodeLost,
+    NodesChecked,
     Record,
     ViewFormed,
     WorkerLost,
 )
 from holdfast.core.reputation import DAY_S, Kind, Mark, NodeEvent, Repute
 from holdfast.core.state import Job
+from holdfast.core.troubles import listed
 from holdfast.errors import HoldfastError
 from holdfast.journal import NodeBook
 from holdfast.monitors import ErrorMonitor, NodeFacts
@@ -142,12 +146,8 @@ class Steward:
                     self._cordon(job, Mark(machine=machine, at=self._clock(), by=f"job {job.job_id}", why=why))
                 case NodeCleared(machine=machine, fault=fault, why=why):
                     self._clear(job, machine, fault, why)
-
-    def checked(self, job: Job, node_id: str, *, is_fit: bool, why: str) -> None:
-        """A check of the node is over. One that failed counts as a fault, and is no secret until another is passed."""
-        kind, weight = (Kind.CHECK_PASSED, 0.0) if is_fit else (Kind.CHECK_FAILED, 1.0)
-        fault = "" if is_fit else "check-failed"
-        self._note(blame.machine_of(job, node_id), kind, job, fault=fault, weight=weight, why=why)
+                case NodesChecked():
+                    self._checked(job, record)
 
     def reconcile(self, job: Job) -> None:
         """A new master: what the last one may not have got round to."""
@@ -183,6 +183,22 @@ class Steward:
             why = f"it keeps failing: a score of {record.score:.1f} faults, the last one {fault.name}"
             until = now + reputation.banned_for_s(record.score)
             self._cordon(job, Mark(machine=machine, at=now, by=f"job {job.job_id}", why=why, until=until))
+
+    def _checked(self, job: Job, record: NodesChecked) -> None:
+        """One that failed counts as a fault, and is no secret until another is passed. Of the nodes of one machine, the
+        worst counts."""
+        lines: dict[str, NodeEvent] = {}
+        for verdict in sorted(record.nodes, key=lambda one: one.fitness == "unfit"):
+            is_fit = verdict.fitness != "unfit"
+            lines[blame.machine_of(job, verdict.node_id)] = NodeEvent(
+                at=self._clock(),
+                kind=Kind.CHECK_PASSED if is_fit else Kind.CHECK_FAILED,
+                fault="" if is_fit else "check-failed",
+                weight=0.0 if is_fit else 1.0,
+                job_id=job.job_id,
+                why=f"{verdict.why or 'all stages'} ({record.why})"[:WHY_CHARS_MAX],
+            )
+        self._write(lines.items())
 
     def _returned(self, job: Job, machine: str) -> None:
         if reputation.has_to_return(self._history(machine)):
@@ -240,13 +256,17 @@ class Steward:
     # --- the book
 
     def _note(self, machine: str, kind: Kind, job: Job, **facts: Any) -> None:
+        facts["why"] = facts["why"][:WHY_CHARS_MAX]
+        self._write([(machine, NodeEvent(at=self._clock(), kind=kind, job_id=job.job_id, **facts))])
+
+    def _write(self, lines: Collection[tuple[str, NodeEvent]]) -> None:
         if self._book is None:
             return
-        facts["why"] = facts["why"][:WHY_CHARS_MAX]
         try:
-            self._book.note(machine, NodeEvent(at=self._clock(), kind=kind, job_id=job.job_id, **facts))
+            self._book.note_all(lines)
         except HoldfastError as error:
-            log.error(f"not written down about machine {machine}: {error}")
+            machines = listed([machine for machine, _ in lines])
+            log.error(f"not written down about machine {machines}: {error}")
 
     def _history(self, machine: str) -> list[NodeEvent]:
         try:

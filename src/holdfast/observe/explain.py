@@ -5,8 +5,10 @@ what was decided and why. Pure.
     others       failures that are no echo of it, and how many are
     stacks       of all ranks when nothing moved, or of steps that failed: those that are in the same place, once
     progress     how far each rank had come
-    nodes        what is known of the nodes concerned: what they were known for, and what became of them
-    decisions    each with its reason; and what became of them
+    nodes        what is known of the nodes concerned: what they were known for, what the last check of them measured
+                 and what their counters said, and what became of them
+    kept         which step of the state was where, as last written down before
+    decisions    each with its reason, and the step in memory that all started from; and what became of them
 
 What belongs to an incident: everything since the view that it hit was formed, up to its receipt, the job's end, or now.
 """
@@ -23,7 +25,7 @@ from holdfast.core.events import Stumble, Vector
 from holdfast.core.fault_table import fault_of
 from holdfast.core.fault_types import Fault
 from holdfast.core.faults import Failure, describe, describe_error, is_collateral, root_cause
-from holdfast.core.sentences import phase_durations, receipt, sentence
+from holdfast.core.sentences import measured_sentence, phase_durations, receipt, safe, sentence
 from holdfast.journal import Entry
 from holdfast.wire.progress import Phase
 
@@ -33,6 +35,8 @@ OTHERS_SHOWN_MAX = 16
 PROGRESS_SHOWN_MAX = 1_024
 
 FACTS = (r.WorkerLost, r.StepBroken, r.WorkersStuck, r.NodeLost, r.NodeDraining, r.NodeCordoned)
+CONCERNING = (r.NodeLost, r.NodeCordoned, r.NodeDraining, r.NodeSuspected)
+PROBLEMS_SHOWN_MAX = 16
 DATA = (r.StepsWitnessed, r.ShardsLeased, r.ShardFailed, r.ShardQuarantined, r.DataDescribed, r.DataSkipped)
 """What comes all the time and has nothing to do with it."""
 
@@ -73,6 +77,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     strategy: r.Strategy
     counted: bool
     why: str
+    reload: int = -1
+    """The step in the nodes' memory that all workers started from; -1: none."""
 
 
 class Moment(msgspec.Struct, frozen=True):
@@ -99,6 +105,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     stacks: tuple[StackGroup, ...]
     progress: tuple[Progress, ...]
     nodes: tuple[NodeNote, ...]
+    kept: str
+    """What of the state was safe against what; empty: nothing was said of it."""
     decisions: tuple[Decision, ...]
     outcome: str
     phases_s: dict[str, float]
@@ -135,10 +143,9 @@ def explain(entries: Sequence[Entry], number: int) -> Explanation:
         collateral=sum(is_collateral(f) for f in failures if f is not root) + sum(s.collateral for _, s in stumbles),
         stacks=tuple(_stacks(records)),
         progress=tuple(_progress(records))[:PROGRESS_SHOWN_MAX],
-        nodes=tuple(_nodes(entries, records, root)),
-        decisions=tuple(
-            Decision(at=x.at, view=x.view, strategy=x.strategy, counted=x.counted, why=x.why) for x in decided
-        ),
+        nodes=tuple(_nodes([entry for entry in entries if entry.seq <= own[-1].seq], records, root)),
+        kept=_kept(entries, opened),
+        decisions=tuple(_decision(record) for record in decided),
         outcome=_outcome(records, closed),
         phases_s=dict(phase_durations(closed)) if closed else {},
         timeline=tuple(_moment(entry) for entry in told),
@@ -217,18 +224,50 @@ def _nodes(
     entries: Sequence[Entry], records: Sequence[r.DurableRecord], root: Failure | None
 ) -> Iterator[NodeNote]:
     concerned = [root.node_id] if root else []
-    concerned += [x.node_id for x in records if isinstance(x, r.NodeLost | r.NodeCordoned | r.NodeDraining)]
+    concerned += [x.node_id for x in records if isinstance(x, CONCERNING)]
     for node_id in dict.fromkeys(concerned):
         joined = [e.record for e in entries if isinstance(e.record, r.NodeJoined) and e.record.node_id == node_id]
         if joined:
             info, repute = joined[-1].info, joined[-1].repute
             known = f"{repute.grade.value}: {repute.why}" if repute.why else repute.grade.value
             yield NodeNote(node_id, f"machine {info.machine or info.host} on {info.host}, known as {known}")
+        yield from _last_check(entries, node_id)
         for record in records:
             match record:
                 case r.NodeLost(node_id=who) | r.NodeCordoned(node_id=who) | r.NodeCleared(node_id=who):
                     if who == node_id:
                         yield NodeNote(node_id, sentence(record))
+
+
+def _last_check(entries: Sequence[Entry], node_id: str) -> Iterator[NodeNote]:
+    """What was measured, and what its devices' counters said: a check after the fault, if there was one."""
+    for entry in reversed(entries):
+        record = entry.record
+        verdicts = [one for one in record.nodes if one.node_id == node_id] if isinstance(record, r.NodesChecked) else []
+        if isinstance(record, r.NodesChecked) and verdicts:
+            verdict = verdicts[0]
+            yield NodeNote(node_id, f"last check ({record.why}): {measured_sentence(verdict)}")
+            for problem in verdict.problems[:PROBLEMS_SHOWN_MAX]:
+                what = "counters" if problem.stage == "device" else problem.stage
+                where = f", device {problem.device}" if problem.device >= 0 else ""
+                yield NodeNote(node_id, f"last check, {what}{where}: {problem.text} ({problem.fault})")
+            return
+
+
+def _kept(entries: Sequence[Entry], opened: r.IncidentOpened) -> str:
+    said = [entry.record for entry in entries if isinstance(entry.record, r.StateSafe) and entry.record.at <= opened.at]
+    return safe(said[-1].safety) if said else ""
+
+
+def _decision(record: r.IncidentDecided) -> Decision:
+    return Decision(
+        at=record.at,
+        view=record.view,
+        strategy=record.strategy,
+        counted=record.counted,
+        why=record.why,
+        reload=record.reload,
+    )
 
 
 def _outcome(records: Sequence[r.DurableRecord], closed: r.IncidentClosed | None) -> str:

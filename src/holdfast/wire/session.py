@@ -50,6 +50,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     """The highest step that a dead worker of this node is known to have begun to apply."""
     dump: str = ""
     """Where to write a checkpoint of the last committed step, and end; empty: train on."""
+    weights: tuple[float, ...] = ()
+    """Of all ranks' shares of the global batch; empty: all alike."""
 
 
 class Enrol(msgspec.Struct, frozen=True, tag="enrol"):

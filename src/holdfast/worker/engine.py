@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from holdfast.core.events import SessionInfo
 from holdfast.core.leases import NEWS_MAX
+from holdfast.data.handing import Handing
 from holdfast.data.randomness import set_generators, slot_key
 from holdfast.errors import CheckpointError, SettleError
 from holdfast.state.snapshot import Snapshot
@@ -218,7 +219,8 @@ class Engine:
         elastic.let_go()
         reset_models(self._tracked.modules().values())  # first: a broken pass leaves parameters in other hands
         for loader in self._loaders():
-            loader.set_place(place.rank, place.world_size)
+            weights = loader.bearable(place.world_size, place.weights) if isinstance(loader, Handing) else None
+            loader.set_place(place.rank, place.world_size, *([weights] if weights else []))
         if settlement.is_start and groups.agree((int(self._builds_alone),))[0]:
             settlement = self._start_anew(settlement)
         if resharding.is_needed(settlement, self._shards):

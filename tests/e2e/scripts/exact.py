@@ -6,6 +6,7 @@ POINT     forward, middle (after the first of its batches), between; kill -9 onc
 --workers         processes of the loader
 --skip    before step AT of the job the loader is told to pass over its steps FIRST to END - 1
 --wrong   in this step rank 0 leaves its last batch out
+--sample  seconds that each sample takes, and times as many on rank SLOW: SECONDS:SLOW:TIMES
 WORK/used         step rank samples…, of committed steps
 WORK/read         samples as the dataset itself was asked for them, by the pid of the training process
 WORK/hurry        no more pauses
@@ -34,6 +35,7 @@ parser.add_argument("--skip-rank", type=int, default=-1)
 parser.add_argument("--wrong", type=int, default=-1)
 parser.add_argument("--workers", type=int, default=0)
 parser.add_argument("--pause", type=float, default=0.0)
+parser.add_argument("--sample", default="0:0:1")
 arguments = parser.parse_args()
 work = Path(os.environ["WORK"])
 
@@ -45,6 +47,12 @@ def hurt(point: str, step: int, rank: int) -> None:
         if text in names and not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def work_on(samples: int) -> None:
+    seconds, slow, times = arguments.sample.split(":")
+    if float(seconds) and not (work / "hurry").exists():
+        time.sleep(samples * float(seconds) * (float(times) if job.rank == int(slow) else 1))
 
 
 class Logged(torch.utils.data.Dataset):
@@ -81,6 +89,7 @@ for step in job.steps(arguments.steps):
         used: list[int] = []
         hurt("forward", step.number, job.rank)
         for x, number in step.batches(data):
+            work_on(len(x))
             step.backward(model(x).mean())
             used += number.flatten().tolist() if step.scale(torch.ones(())) else []
             hurt("middle", step.number, job.rank)
