@@ -55,7 +55,7 @@ IN_MEMORY = ("session", "dlrover-memory")
 MEASURES = ("first", "stall", "cadence", "durable", "persist", "restore")
 START_LIMIT_S, ANSWER_LIMIT_S = 180.0, 600.0
 LOOK_S = 0.01
-SHARED_MEMORY, DLROVER_MEMORY = Path("/dev/shm"), "*_ckpt_shm_*"
+SHARED_MEMORY, DLROVER_MEMORY = Path("/dev/shm"), "standalone_*_ckpt_shm_*"
 
 
 @dataclass(frozen=True)
@@ -236,13 +236,24 @@ def parse_options() -> argparse.Namespace:
 
 @contextmanager
 def left_by_dlrover() -> Iterator[None]:
-    """Its shared memory outlives it."""
+    """Its shared memory outlives it. What a living process has mapped is somebody else's."""
     before = set(SHARED_MEMORY.glob(DLROVER_MEMORY))
     try:
         yield
     finally:
+        mapped = "".join(_maps())
         for path in set(SHARED_MEMORY.glob(DLROVER_MEMORY)) - before:
-            path.unlink(missing_ok=True)
+            if str(path) not in mapped:
+                path.unlink(missing_ok=True)
+
+
+def _maps() -> Iterator[str]:
+    """What all processes have mapped."""
+    for path in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            yield path.read_text(errors="replace")
+        except OSError:
+            continue  # it has ended
 
 
 def run(options: argparse.Namespace, dlrover_python: str, missing: dict[str, str]) -> list[Sample]:
