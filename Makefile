@@ -21,9 +21,8 @@ rooms: $(READY)
 	$(BIN)/lint-imports
 
 unit: $(READY)
-	$(BIN)/python -m pytest --ignore tests/e2e --ignore tests/worker
 	$(BIN)/python -m pytest tests/worker  # forks ranks: from a process without the other tests' threads
-	$(BIN)/python -m pytest tests/e2e --numprocesses 3 --dist worksteal
+	$(BIN)/python -m pytest --ignore tests/worker --numprocesses 4 --dist worksteal  # many mostly wait
 
 # torch first and by its exact pin: a looser range, or another package's, would pull a build for accelerators.
 $(READY): pyproject.toml
