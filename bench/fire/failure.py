@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import traceback
@@ -22,6 +23,7 @@ def start(work: Callable[[], None]) -> int:
         return pid
     try:
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+        faulthandler.register(signal.SIGUSR1)  # for one that stands still: where?
         work()
     except BaseException:
         traceback.print_exc()

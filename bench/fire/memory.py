@@ -43,7 +43,7 @@ from holdfast.worker.recalling import recall
 from holdfast.worker.talk import Talk
 
 SEATS = 3
-START_LIMIT_S = 30.0
+START_LIMIT_S = 120.0
 STEPS_MAX, LONG_SHARE, LONG_STEPS_MAX = 6, 0.15, 40
 """A life is killed within so many steps; some may live longer, so that what takes long comes to its end."""
 MOMENTS_S = 0.008
@@ -117,6 +117,11 @@ class Campaign:
             os.close(ears)
         try:
             self._wait(world, board)
+        except BrokenError:
+            for pid in pids:
+                os.kill(pid, signal.SIGUSR1)  # their stacks are evidence too
+            time.sleep(1.0)
+            raise
         finally:
             self._kill(pids, agent)
         said = agents.heard(mouth) if mouth is not None else []

@@ -12,7 +12,7 @@ from holdfast.state.tracked import Tracked
 from holdfast.wire.session import NeedRoom, Room, Sealed
 from holdfast.wire.session import Snapshots as Settings
 from holdfast.wire.slots import SLOTS, Seat
-from holdfast.worker.snapshots import Cut, Snapshots
+from holdfast.worker.snapshots import NO_WORDS, STEP_BITS, Cut, Snapshots
 
 ROOM_BYTES = 2**20
 
@@ -84,6 +84,16 @@ def test_a_replaced_rank_does_not_overwrite_what_it_had_not_heard_is_whole(keepe
     assert 3 in common(keepers)
     again[0].snapshots.begin(5)
     assert 3 in common(keepers)
+
+
+def test_what_a_rank_knows_itself_is_not_forgotten_for_what_others_said_before_it_could(keepers: list[Keeper]) -> None:
+    """Its room came after it had said its words: they did not say what is in it."""
+    ranks = [Rank(keeper, number, view=1) for number, keeper in enumerate(keepers)]
+    for step in (1, 2, 3):
+        commit(ranks, step)
+    older = 1 << STEP_BITS | 2
+    ranks[1].snapshots.agreed(4, [*NO_WORDS[:4], older])
+    assert keepers[1].seat.get("whole") == 3
 
 
 def test_two_images_of_one_step_do_not_keep_both_slots(keepers: list[Keeper]) -> None:

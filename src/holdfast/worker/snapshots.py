@@ -157,6 +157,7 @@ class Snapshots:
         """The commit is through."""
         has, can, every, wanted, whole = -words[0], -words[1], *words[2:]
         if self._seat is not None:
+            whole = max(whole, self._whole_word())  # we may have moved in since, and know better
             if has or whole >= 0:
                 self._seat.put(whole=self._last if has else whole & STEP_MAX)
             self._seat.put(every=every, cost_ns=int(1e9 * self._stall_s), step_ns=int(1e9 * self._step_s))
