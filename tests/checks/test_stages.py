@@ -119,6 +119,7 @@ def test_the_best_block_counts_and_the_spread_ignores_one_that_was_disturbed() -
     timing = timing_of("matmul", [1.0, 1.01, 1.02, 9.0])
     assert timing.best_s == 1.0 and timing.spread == pytest.approx(0.02 / 1.02)
     assert timing_of("matmul", [2.0]).spread == 0.0
+    assert timing_of("all-reduce", [1.0, 1.01, 1.02, 9.0]).best_s == 1.02, "a link is what it mostly is"
 
 
 def test_work_is_repeated_in_blocks() -> None:

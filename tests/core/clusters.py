@@ -84,7 +84,7 @@ class Cluster:
         values = sorted(BASE_S[stage] * factor * whole * self._block() for _ in range(BLOCKS))
         middle = values[BLOCKS // 2]
         spread = sorted(abs(value - middle) for value in values)[BLOCKS // 2] / middle
-        return Timing(stage, values[0], spread)
+        return Timing(stage, middle if stage in PAIRED else values[0], spread)
 
     def _block(self) -> float:
         noise = 1 + abs(self.chance.gauss(0, self.blocks))

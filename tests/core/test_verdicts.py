@@ -109,6 +109,12 @@ def test_a_bad_node_and_a_bad_link_elsewhere_are_told_apart() -> None:
     assert named(nodes) == {"n000"} and linked(links) == {("n003", "n004")}
 
 
+def test_a_broken_link_of_a_bad_node_is_named_beside_the_node() -> None:
+    pair = next(iter(rounds([f"n{number:03d}" for number in range(5)])))[0]
+    nodes, links = cluster(5, slow_nodes={pair[0]: ("all-reduce", 1.5)}, slow_links={pair: 20.0}).check()
+    assert named(nodes) == {pair[0]} and linked(links) == {pair}
+
+
 def test_of_two_nodes_nobody_can_tell_an_end_from_the_link() -> None:
     nodes, links = cluster(2, slow_links={("n000", "n001"): BROKEN}).check()
     assert not named(nodes) and links[0].state == "broken"

@@ -44,7 +44,8 @@ class Timing(msgspec.Struct, frozen=True, array_like=True):
 
     stage: Stage
     best_s: float
-    """The best of several blocks: what disturbs a block makes it longer, never shorter."""
+    """Alone, the best of several blocks: what disturbs a block makes it longer, never shorter. In pairs the one in the
+    middle: what a link does now and then counts."""
     spread: float
     """How much the blocks differ, as a share of the time."""
     device: int = 0

@@ -19,7 +19,8 @@ Of pairs, the better half is what is normal: one bad node of three spoils two pa
     slow with two partners that are cleared, and good with nobody               the node is bad
     slow with one such partner, and there is no other to try                    the link, or the node: nobody can tell
 
-A pair that failed counts as slow, without a value.
+A pair that failed counts as slow, without a value. A pair that is five times worse than its ends are with others is a
+bad link also where one of them is bad.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ HALF_TO_WHOLE: Mapping[Stage, float] = dict.fromkeys(PAIRED, 2.0)
 COMPARED_MIN = 3
 """Values from which a norm is taken rather than from an earlier one, if there is one."""
 ACCUSERS_MIN = 2
+OUT_OF_PROPORTION = 5.0
 TRIES_MAX = 3
 """Of a node or a pair that was slow."""
 TRIES_OF_FAILURES_MAX = 2
@@ -222,9 +224,26 @@ def judge(evidence: Evidence) -> tuple[list[NodeVerdict], list[LinkVerdict]]:
     links = [
         _judge_link(pair, evidence.pairs[pair], known, found)
         for pair in sorted(found.slow)
-        if not slow_nodes & set(pair) and _is_of_a_link(pair, found)
+        if (not slow_nodes & set(pair) and _is_of_a_link(pair, found)) or _is_out_of_proportion(evidence, pair, known)
     ]
     return nodes, links
+
+
+def _is_out_of_proportion(evidence: Evidence, pair: Pair, known: Mapping[Stage, Norm]) -> bool:
+    """A bad node is about as bad with everybody: what is far worse than both ends are with others is the link's."""
+    usual = [_usual_excess(evidence, node_id, pair, known) for node_id in pair]
+    return _excess(evidence.pairs[pair], known) > OUT_OF_PROPORTION * max(usual)
+
+
+def _usual_excess(evidence: Evidence, node_id: str, but: Pair, known: Mapping[Stage, Norm]) -> float:
+    others = (tries for pair, tries in evidence.pairs.items() if node_id in pair and pair != but)
+    return min((_excess(tries, known) for tries in others), default=float("inf"))
+
+
+def _excess(tries: Sequence[CheckResult], known: Mapping[Stage, Norm]) -> float:
+    """How many times as long as expected; without an end if it did not come through."""
+    through = [result for result in tries if not result.problems]
+    return max((m.times for m in measured(through, known)), default=float("inf"))
 
 
 def _is_of_a_link(pair: Pair, found: Slowness) -> bool:
