@@ -182,7 +182,8 @@ def test_a_master_that_is_killed_forgets_no_witness(tmp_path: Path) -> None:
 
 def test_a_restart_from_the_beginning_is_a_chain_of_its_own(tmp_path: Path) -> None:
     place = Place(tmp_path)
-    run(place, "15", "--fault", "forward:9:0", "--fault", "forward:9:1", flags=("--max-restarts", "2", "--snapshots", "off"))
+    flags = ("--max-restarts", "2", "--snapshots", "off")
+    run(place, "15", "--fault", "forward:9:0", "--fault", "forward:9:1", flags=flags)
     code, answer = verify(place)
     assert (code, answer["findings"]) == (0, [])
     assert [(s["first_step"], s["last_step"]) for s in answer["sources"]] == [(0, 8), (0, 14)]
