@@ -49,7 +49,8 @@ for step in job.steps(7):
     assert step.is_committed and job.step == step.number + 1 and job.logged["loss"] == float(loss)
 assert seen == [0, 1, 2, 0, 1, 2, 0], seen
 assert hf.init() is job
-print(job.rank, job.world_size, job.view, job.step, float(loss).hex())
+line = f"{job.rank} {job.world_size} {job.view} {job.step} {float(loss).hex()}"
+print(line + chr(10), end="", flush=True)  # in one piece: two ranks write to the same pipe
 """
 
 
