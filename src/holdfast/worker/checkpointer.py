@@ -129,7 +129,8 @@ class Checkpointer:
             self._keeper = OwnKeeper(self._store, self._policy, _attempt(talking), self._about)
         self._snapshots = Snapshots(self._keeper, self._tracked, Settings(), lambda: (self._metrics, {}))
         view = int(os.environ.get("HOLDFAST_VIEW", "0"))
-        self._snapshots.enter(Cut(shards, talking.size // shards, talking.rank), view, torch.initial_seed(), 0, 1)
+        seed = torch.initial_seed() & (2**63 - 1)  # unsigned, and random, where nobody has set it
+        self._snapshots.enter(Cut(shards, talking.size // shards, talking.rank), view, seed, 0, 1)
         for optimizer in self._tracked.optimizers().values():
             optimizer.register_step_pre_hook(self._before_update)
         return self._snapshots
