@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from core.world import World, only, tags
+from core.world import START, World, only, tags
 from holdfast.core import orders as o
 from holdfast.core import records as r
 from holdfast.core.checkup import ALONE_TIMEOUT_S, EXIT_UNFIT, PAIR_TIMEOUT_S
@@ -123,6 +123,14 @@ def test_a_node_with_a_wrong_result_takes_no_part_and_the_job_waits_for_another(
     world.come("c")
     assert world.serving and world.members == ["a", "c"]
     assert [task.kind for node_id, task in world.tasks if node_id == "a"].count("alone") == 1, "a is not asked again"
+
+
+def test_nobody_waits_for_more_nodes_when_all_have_come_and_some_failed() -> None:
+    world = clinic(2, 3, settle_s=60.0)
+    world.wrong = {"b"}
+    world.do(*(world.hello(node_id) for node_id in "abc"))
+    world.play()
+    assert world.serving and world.members == ["a", "c"] and world.now == START
 
 
 def test_a_job_that_lacks_nodes_says_which_failed_their_check() -> None:

@@ -165,7 +165,8 @@ def _while_gathering(job: Job, phase: Gathering, now: float) -> r.Record | None:
     eligible = [n for n in job.nodes.values() if n.eligible]
     settled_at = _settled_at(job, phase.since)
     if settled_at is not None:
-        if len(eligible) < job.settings.nodes_max and now < settled_at:
+        here = sum(n.is_here for n in job.nodes.values())  # also those that did not pass their check
+        if here < job.settings.nodes_max and now < settled_at:
             return None
         return form_anew(job, eligible, now, f"{len(eligible)} of {job.settings.nodes_max} nodes here")
     if admitted := _admitted(job, len(eligible), phase, now):
