@@ -103,7 +103,7 @@ def test_whole_nodes_die_in_the_middle_of_a_recovery(tmp_path: Path) -> None:
 
 
 def test_when_no_copy_is_left_the_last_checkpoint_is_named_and_gone_on_from(tmp_path: Path) -> None:
-    folder = ["--checkpoint-dir", str(tmp_path / "checkpoints")]
+    folder = ["--checkpoint-dir", str(tmp_path / "checkpoints"), "--snapshots", "off"]
     dumping = [*folder, "--recovery", "dump,exit"]
     Run(tmp_path / "first").start("fsdp", ranks=2, faults=["forward:5:1:kill"], flags=dumping).finish(7)
     faults = ["forward:8:0:kill", "forward:8:1:kill"]

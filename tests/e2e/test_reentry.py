@@ -47,7 +47,8 @@ class Run:
 
     def start(self, *flags: str, options: tuple[str, ...], model: str = "fsdp") -> AgentProcess:
         recovery = ("--recovery", "elastic-training,exit")
-        return self.place.start(*recovery, *flags, ELASTIC, model, str(STEPS), *options)
+        memory = ("--snapshots", "off")  # else a job that cannot be repaired starts anew from there
+        return self.place.start(*recovery, *memory, *flags, ELASTIC, model, str(STEPS), *options)
 
     @property
     def lines(self) -> list[Line]:

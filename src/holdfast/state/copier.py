@@ -202,7 +202,7 @@ class Copier:
         self._changed = threading.Condition()
         self._next: Copy | None = None
         self._thread: threading.Thread | None = None
-        self._is_hurried = False
+        self._is_hurried = self._is_closed = False
 
     def start(self, work: Work, on_done: Callable[[bool], None]) -> Copy:
         """Begin a copy. The one before must be over."""
@@ -223,13 +223,21 @@ class Copier:
         _set_policy(threading.get_native_id(), os.SCHED_IDLE)
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._next is not None)
+                self._changed.wait_for(lambda: self._next is not None or self._is_closed)
                 copy, self._next = self._next, None
             if self._is_hurried:
                 self._is_hurried = False
                 _set_policy(threading.get_native_id(), os.SCHED_IDLE)
-            assert copy is not None
+            if copy is None:
+                return
             copy.work_off()
+            del copy  # it knows tensors that may have to go
+
+    def close(self) -> None:
+        """No more copies: the thread ends."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
 
     def _hurry(self) -> None:
         """Somebody waits for the piece that the thread has begun: it must not be kept waiting by all the rest."""

@@ -187,6 +187,7 @@ class Engine:
             ]
         if self._snapshots is not None:
             self._snapshots.close()
+            self._snapshots = None  # it knows the old model, which must go before the new one comes
         self._tracked, self._ring, self._transaction, self._settlement = tracked, None, None, None
         self._builds_alone, self._is_filled = True, False
         self._change_at = 0

@@ -255,6 +255,7 @@ class Snapshots:
 
     def close(self) -> None:
         self._abandon()
+        self._copier.close()
         for slot in self._slots:
             slot.close()
         self._slots = []
