@@ -21,7 +21,7 @@ from holdfast.state.tracked import Tracked
 from holdfast.storage.catalogue import Catalogue
 from holdfast.storage.stores import open_store
 from holdfast.wire.session import Sealed
-from holdfast.wire.slots import Record, Status, Wanted
+from holdfast.wire.slots import ImageLock, Record, Status, Wanted
 
 
 class Node:
@@ -41,10 +41,15 @@ class Node:
         assert not room.why
         page = self.vault._seats.get(seat)
         assert page is not None
+        record = Record(Status.SEALED, step, 1, part, 1, shares, len(image), 3, 0, Wanted.YES, step + 1)
+        lock = ImageLock(page.path(slot), is_writable=True)
+        while not lock.take():
+            await asyncio.sleep(0.001)  # while the last one is being read
+        page.write(slot, record._replace(status=Status.WRITING))
         with page.path(slot).open("r+b") as file:
             file.write(image)
-        record = Record(Status.SEALED, step, 1, part, 1, shares, len(image), 3, 0, Wanted.YES, step + 1)
         page.write(slot, record._replace(**changes))
+        lock.close()
 
     async def close(self) -> None:
         await self.persister.close()

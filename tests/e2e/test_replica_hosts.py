@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,7 +27,8 @@ PROCESS = Path(__file__).parents[1] / "agent" / "replica_process.py"
 @contextlib.contextmanager
 def started_on(host: Host, *words: str) -> Iterator[subprocess.Popen[str]]:
     inside = ("ip", "netns", "exec", host.namespace, sys.executable, str(PROCESS), *words)
-    process = subprocess.Popen(inside, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    environment = os.environ | {"PYTHONPATH": str(PROCESS.parents[1])}
+    process = subprocess.Popen(inside, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
     with process:
         yield process
         process.kill()
