@@ -183,6 +183,8 @@ class StateKeeper:
         if self.replication is not None:
             await self.replication.close()
         await self.persister.close()
+        if not self.vault.kept():
+            self.vault.remove()  # nothing that anybody could come back for
         self.vault.close()
 
     def _beside(self, work: Coroutine[Any, Any, None]) -> None:

@@ -63,8 +63,9 @@ def fault_table(options: RunOptions) -> FaultTable:
     from holdfast.checks.accelerators import registry
     from holdfast.core.fault_table import BUILT_IN, read_fault_table, with_accelerator
 
-    kinds = [options.accelerator] if options.accelerator else registry.names()  # texts of one vendor are no other's
-    table = with_accelerator(BUILT_IN, [rule for kind in kinds for rule in registry.load(kind).faults])
+    table = BUILT_IN
+    if options.accelerator:
+        table = with_accelerator(table, registry.load(options.accelerator).faults)
     if not options.fault_table:
         return table
     try:
