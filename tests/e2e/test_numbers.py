@@ -7,7 +7,7 @@ from pathlib import Path
 from e2e.jobs import SCRIPTS, Place
 from holdfast.core.records import NumbersOdd, WorkerLost
 
-NUMBERS = str(SCRIPTS / "numbers.py")
+NUMBERS = str(SCRIPTS / "odd_numbers.py")
 
 
 def lines(job: Place) -> list[list[str]]:

@@ -1,6 +1,6 @@
 """A replicated model whose numbers go wrong on purpose, watched.
 
-    numbers.py POLICY STEPS
+    odd_numbers.py POLICY STEPS
 WORK/steps     step, rank, pid and the digest of the parameters after it, one line a committed step and rank
 WORK/once-*    what has happened already
 """
