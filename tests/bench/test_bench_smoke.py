@@ -85,6 +85,11 @@ def test_data_measures_resuming(temporary: Path) -> None:
     assert {(10**12, "hf.Sampler"), (10**12, "hf.Loader"), (10**5, "DataLoader, batches skipped")} <= resumed
 
 
+def test_data_measures_indices(temporary: Path) -> None:
+    result = run_bench(temporary, "data.py", "--rounds", "1", "--batches", "8", "--size-max", "100000", "--only", "index")
+    assert {row["name"] for row in result["index"]} == {"hf.Sampler", "DistributedSampler"}
+
+
 def test_data_measures_loading(temporary: Path) -> None:
     result = run_bench(temporary, "data.py", "--rounds", "1", "--batches", "4", "--only", "throughput")
     assert {row["name"] for row in result["throughput"]} >= {"hf.Loader", "DataLoader, DistributedSampler"}

@@ -124,13 +124,13 @@ def test_a_spare_node_takes_the_ranks_of_a_node_that_is_lost(tmp_path: Path, mod
 def test_the_world_shrinks_and_grows_back_again_and_again(tmp_path: Path) -> None:
     flags = recovery("elastic-training", "exit")
     faults = ["forward:5:1:kill", "backward:60:2:kill", "forward:100:0:kill"]
-    choices = {"features": "loader", "options": [*SLOTS, *PAUSE]}
+    choices = {"features": "loader,double", "options": [*SLOTS, *PAUSE]}
     run = Run(tmp_path).start("ddp", ranks=3, steps=LONG, faults=faults, flags=flags, **choices)
     for closed in (2, 4, 6):
         run.wait_until_calm(3, closed=closed)
     run.hurry().finish()
     assert run.fired == len(faults)
-    assert_same_samples(run, undisturbed("ddp", ranks=3, steps=LONG, features="loader", options=SLOTS))
+    assert_same_samples(run, undisturbed("ddp", ranks=3, steps=LONG, features="loader,double", options=SLOTS))
     assert strategies(run) == [Strategy.ELASTIC_TRAINING] * 6
     assert [incident.kind for incident in run.incidents] == ["worker", "planned"] * 3
     assert [view.world_size for view in run.views()] == [3, 2, 3, 2, 3, 2, 3]
