@@ -86,7 +86,8 @@ def test_data_measures_resuming(temporary: Path) -> None:
 
 
 def test_data_measures_indices(temporary: Path) -> None:
-    result = run_bench(temporary, "data.py", "--rounds", "1", "--batches", "8", "--size-max", "100000", "--only", "index")
+    few = ("--rounds", "1", "--batches", "8", "--size-max", "100000")
+    result = run_bench(temporary, "data.py", *few, "--only", "index")
     assert {row["name"] for row in result["index"]} == {"hf.Sampler", "DistributedSampler"}
 
 
