@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint types rooms unit clean
+.PHONY: demo test long lint types rooms unit clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -22,7 +22,11 @@ rooms: $(READY)
 
 unit: $(READY)
 	$(BIN)/python -m pytest tests/worker  # forks ranks: from a process without the other tests' threads
-	$(BIN)/python -m pytest --ignore tests/worker --numprocesses 4 --dist worksteal  # many mostly wait
+	$(BIN)/python -m pytest --ignore tests/worker -m "not long" --numprocesses 4 --dist worksteal  # many mostly wait
+
+# What `make test` has no time for: further kinds of models, further moments of a kill.
+long: $(READY)
+	$(BIN)/python -m pytest --ignore tests/worker -m long --numprocesses 4 --dist worksteal
 
 # torch first and by its exact pin: a looser range, or another package's, would pull a build for accelerators.
 $(READY): pyproject.toml

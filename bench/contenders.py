@@ -63,14 +63,18 @@ class Holdfast(Contender):
 
     models = frozenset({"ddp", "fsdp2"})
 
-    def __init__(self, key: str, name: str, recovery: str, spares: int, flags: tuple[str, ...]) -> None:
+    def __init__(
+        self, key: str, name: str, recovery: str, spares: int, flags: tuple[str, ...], checksum_every: int = 0
+    ) -> None:
         super().__init__(key, name, spares)
+        self._watch = {"BENCH_WATCH": str(checksum_every)} if checksum_every else {}
         spare_flags = ("--spares", str(spares)) if spares else ()
         self._flags = ("--standalone", "--recovery", recovery, *spare_flags, *flags)
 
     def launch(self, job: Job) -> None:
         size = ("--nproc-per-node", str(job.workload.ranks))
-        job.start([sys.executable, "-m", "holdfast", "run", *size, *self._flags, str(SCRIPTS / "under_holdfast.py")])
+        words = [sys.executable, "-m", "holdfast", "run", *size, *self._flags, str(SCRIPTS / "under_holdfast.py")]
+        job.start(words, self._watch)
 
 
 class Torchrun(Contender):

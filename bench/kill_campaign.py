@@ -2,7 +2,10 @@
 
     memory     ranks that snapshot into real slots: some step can be restored on all of them, bit for bit
     sharded    the same, with a shard of the state on each rank
-    persist    the same with an agent that writes checkpoints from the slots, and is killed too; nodes lose their memory
+    replicate  the same, each rank on a node of its own, whose agent copies its snapshots to the next and is killed too;
+               nodes are lost with all they had
+    parity     the same with parity in groups, of which those that are left make again what is lost
+    persist    as memory, with an agent that writes checkpoints and is killed too; nodes lose their memory
     storage    writers of a checkpoint, killed at each named point and at random moments
 
 See fire/ for what is killed and how it is judged. A broken promise ends the campaign with 1, names the seed and keeps
@@ -27,7 +30,7 @@ import structlog
 from fire.failure import BrokenError
 from samples import markdown
 
-PHASES = ("storage", "memory", "sharded", "persist")
+PHASES = ("storage", "memory", "sharded", "replicate", "parity", "persist")
 SHARED_MEMORY = Path("/dev/shm")
 HEADER = ("phase", "what", "count")
 
@@ -46,9 +49,9 @@ def prepare(name: str, options: argparse.Namespace, memory: Path, storage: Path)
         from fire.writers import Siege
 
         return Siege(storage, options.seed)
-    from fire.memory import Campaign  # imports torch: the writers' processes are lighter without
+    from fire.memory import KINDS, Campaign  # imports torch: the writers' processes are lighter without
 
-    return Campaign(memory, storage, name == "sharded", name == "persist", options.scale, options.seed)
+    return Campaign(memory, storage, KINDS[name], options.scale, options.seed)
 
 
 def besiege(name: str, options: argparse.Namespace) -> tuple[Counter[str], str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import time
@@ -28,6 +29,8 @@ class Run:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.mark = secrets.token_hex(8)
+        self.snapshots = Path("/dev/shm") / f"holdfast-bench-{self.mark}"
+        """Where Holdfast's agents keep snapshots: those that are killed leave them to their next life."""
         self._started: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Self:
@@ -39,6 +42,7 @@ class Run:
     def start(self, command: Sequence[str], environment: Mapping[str, str], node: str = "0") -> subprocess.Popen[bytes]:
         """Output goes to a file of the run, so that a slow terminal slows nobody down."""
         marked = {**environment, RUN_VARIABLE: self.mark, NODE_VARIABLE: node}
+        marked["HOLDFAST_SNAPSHOT_DIR"] = str(self.snapshots)
         with (self.directory / f"output-{node}").open("ab") as output:
             process = subprocess.Popen(
                 command, env=marked, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
@@ -63,7 +67,7 @@ class Run:
         kill(sorted(pids, key=lambda pid: pid not in launchers))
 
     def end(self) -> None:
-        """Kill and reap until nothing that carries the mark is left."""
+        """Kill and reap until nothing that carries the mark is left, and give the memory back."""
         give_up_at = time.monotonic() + END_TIMEOUT_S
         while pids := marked_pids({RUN_VARIABLE: self.mark}):
             kill(pids)
@@ -74,6 +78,7 @@ class Run:
             time.sleep(0.02)
         for process in self._started:
             process.wait()
+        shutil.rmtree(self.snapshots, ignore_errors=True)
 
 
 def kill(pids: Sequence[int]) -> None:

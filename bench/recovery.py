@@ -39,6 +39,8 @@ START_LIMIT_S = 120.0
 SPARE_LIMIT_S = 20.0
 TUNED = ("--hang-timeout", "1")
 """As short as the heartbeats of the peers that are tuned."""
+WATCHED = ("holdfast-watch", "holdfast-checksums")
+"""Only where they are asked for: they are about the price of a step."""
 WARM_STEPS = 20
 """Before anything is broken: first steps are slow, and DDP rearranges its buckets after them."""
 
@@ -66,13 +68,16 @@ def contenders(options: argparse.Namespace, pythons: dict[str, tuple[str, str]])
         Holdfast("holdfast-spare", "holdfast, 1 spare", "retry,recover,exit", 1, flags),
         Holdfast("holdfast", "holdfast, no spare", "retry,recover-in-place,exit", 0, flags),
         Holdfast("holdfast-tuned", "holdfast, 1 spare, tuned", "retry,recover,exit", 1, (*flags, *TUNED)),
+        Holdfast("holdfast-watch", "holdfast, job.watch", "retry,recover-in-place,exit", 0, flags, 100),
+        Holdfast("holdfast-checksums", "holdfast, checksums each step", "retry,recover-in-place,exit", 0, flags, 1),
         Torchrun("torchrun", "torchrun"),
         Torchft("torchft", "torchft", torchft, 0, 5_000, no_torchft),
         Torchft("torchft-tuned", "torchft, 1 spare, tuned", torchft, 1, 1_000, no_torchft),
         Nvrx("nvrx", "NVRx", nvrx, 0, 0.0, no_nvrx),
         Nvrx("nvrx-tuned", "NVRx, 1 reserve, tuned", nvrx, 1, 0.1, no_nvrx),
     ]
-    wanted = options.contenders.split(",") if options.contenders else [one.key for one in found]
+    usual = [one.key for one in found if one.key not in WATCHED]
+    wanted = options.contenders.split(",") if options.contenders else usual
     if unknown := set(wanted) - {one.key for one in found}:
         raise SystemExit(f"no contender {', '.join(sorted(unknown))}; there are {', '.join(one.key for one in found)}")
     for one in found:

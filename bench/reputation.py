@@ -1,4 +1,4 @@
-"""The numbers behind core/reputation.py, from a trace of faults.
+"""The numbers behind core/health/reputation.py, from a trace of faults.
 
     python bench/reputation.py --trace infinitehbd_fault_trace.json [--nodes 400]
 
@@ -19,7 +19,7 @@ from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
-from holdfast.core.reputation import DAY_S, Grade, Kind, NodeEvent, judge
+from holdfast.core.health.reputation import DAY_S, Grade, Kind, NodeEvent, judge
 
 BINS_DAYS = ((0, 1), (1, 2), (2, 7), (7, 14), (14, 30), (30, 1_000))
 

@@ -40,7 +40,8 @@ SHOWN_MAX = 5
 
 
 def shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm"))
+    """By name, but for directories: they are agents' snapshots, ours (`Run.snapshots`) or another run's."""
+    return {entry.name for entry in os.scandir("/dev/shm") if not entry.is_dir()}
 
 
 def left_behind(campaign: Campaign, shared_before: set[str]) -> list[str]:
@@ -56,6 +57,7 @@ def left_behind(campaign: Campaign, shared_before: set[str]) -> list[str]:
         problems.append(f"directories are left: {directories}")
     ours = {path.name for path in (campaign.work / "ears").iterdir()}
     new = [name for name in shared_memory() - shared_before if "holdfast" in name or ours & set(name.split("_"))]
+    new += [str(path) for path in campaign.run.snapshots.rglob("image-*") if not campaign.agents_killed]
     return [*problems, f"shared memory is left: {new}"] if new else problems
 
 

@@ -1,7 +1,15 @@
 #!/bin/sh
-# Debian packages the tests use beyond Python: network namespaces and packet filters. Without root or apt, the tests
-# that need them are skipped with the reason.
+# What the tests use beyond Python: network namespaces and packet filters, from Debian; Azure's emulator, from npm. Without
+# root, apt or npm, the tests that need them are skipped with the reason.
 set -eu
+if [ -d .venv/bin ] && [ ! -e .venv/bin/azurite-blob ]; then
+    if command -v npm >/dev/null 2>&1 &&
+        npm install --silent --no-audit --no-fund --prefix .venv/azurite azurite@3 >/dev/null 2>&1; then
+        ln -s ../azurite/node_modules/.bin/azurite-blob .venv/bin/azurite-blob
+    else
+        echo "not installed (needs npm): azurite" >&2
+    fi
+fi
 missing=""
 command -v ip >/dev/null 2>&1 || missing="$missing iproute2"
 command -v iptables >/dev/null 2>&1 || missing="$missing iptables"

@@ -2,7 +2,8 @@
 
 state       a state that is a function of the step and of the life that made it, so that any mixture shows
 ranks       processes that train on it and snapshot it as a session does, exchanging words through pipes
-agents      a process that brings snapshots to storage as an agent does
-memory      lives of ranks and agent, each ended by `kill -9`; what must be restorable then
+agents      processes that bring snapshots to storage or to the next node as an agent does
+homes       whose seats are on which node
+memory      lives of ranks and agents, each ended by `kill -9`; what must be restorable then
 writers     processes that write and remove checkpoints, killed at named points and at random moments
 """

@@ -7,47 +7,46 @@ What must be so after every kill:
     it is not older than the last step that any rank knew to be whole
     every checkpoint that can be seen is whole, none that was announced is missing
 
-A life begins with what the last one left: the newer of the two. Now and then a node's memory is lost as well, and the
-job begins with storage; the number of ranks changes too.
+A life begins with what the last one left: the newer of the two. Now and then a node's memory is lost as well: then its
+part comes from the copy on the next node (`replicates`), or the job begins with storage (`persists`). The number of
+ranks changes too.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
-import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from fire import agents
 from fire.failure import BrokenError, start
-from fire.ranks import Board, Table, World, train
+from fire.homes import Homes
+from fire.ranks import Board, Keeper, Table, World, train
 from fire.state import State
-from holdfast.agent.vault import Vault
 from holdfast.errors import CheckpointError
 from holdfast.state.parts import PartPlan
 from holdfast.storage.catalogue import Catalogue
 from holdfast.storage.stores import open_store
-from holdfast.wire.session import Room
-from holdfast.wire.slots import SLOTS, Seat, Status
-from holdfast.worker import checkpoints
-from holdfast.worker.recalling import recall
-from holdfast.worker.talk import Talk
+from holdfast.wire.session import HeldImage, Room
+from holdfast.wire.slots import SLOTS, Status
+from holdfast.worker.collectives.talk import Talk
+from holdfast.worker.memory import checkpoints
+from holdfast.worker.memory.recalling import recall
 
-SEATS = 3
 START_LIMIT_S = 120.0
-STEPS_MAX, LONG_SHARE, LONG_STEPS_MAX = 6, 0.15, 40
+STEPS_MAX, LONG_STEPS_MAX = 6, 40
 """A life is killed within so many steps; some may live longer, so that what takes long comes to its end."""
 MOMENTS_S = 0.008
 """And so long after one of them began, at most."""
+NODE_LOSS_SHARE = 0.4
 SURVIVAL_SHARE = 0.4
 """Of lives after which the job goes on with what a survivor has, instead of beginning anew."""
 
@@ -61,60 +60,91 @@ class Left:
     """The life that made the state."""
     is_recalled: bool = False
     """Whether all ranks take it from memory. Else they have it from storage, or from one that survived."""
+    is_intact: bool = False
+    """And each has its own part of it."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the campaign is about."""
+
+    is_sharded: bool = False
+    long_share: float = 0.0
+    """Of lives that may be long."""
+    persists: bool = False
+    replicates: bool = False
+    """Each rank on a node of its own, with an agent that copies its images to the next."""
+    parity: int = 0
+    """Instead of copies, in groups of so many."""
+    seats: int = 3
+
+
+KINDS = {
+    "memory": Kind(),
+    "sharded": Kind(is_sharded=True),
+    "persist": Kind(persists=True, long_share=0.15),
+    "replicate": Kind(is_sharded=True, replicates=True, long_share=0.6),
+    "parity": Kind(is_sharded=True, replicates=True, parity=2, seats=4, long_share=0.6),
+}
 
 
 class Campaign:
-    """In memory of its own, below `directory`; checkpoints, if `persists`, below `storage`."""
+    """In memory of its own, below `directory`; checkpoints, if it is about them, below `storage`."""
 
-    def __init__(self, directory: Path, storage: Path, is_sharded: bool, persists: bool, scale: int, seed: int) -> None:
-        self._root, self._storage = directory, storage
-        self._is_sharded, self._persists, self._scale = is_sharded, persists, scale
+    def __init__(self, directory: Path, storage: Path, kind: Kind, scale: int, seed: int) -> None:
+        self._root, self._storage, self._kind, self._scale = directory, storage, kind, scale
         self._chance = random.Random(seed)
-        self._left, self._size, self._life = Left(), 2, 0
+        self._left, self._size, self._life = Left(), kind.seats if kind.replicates else 2, 0
         self._is_young = True
         """Nothing can be asked of memory that has not seen a whole step yet."""
+        self._lost: int | None = None
+        """Whose node was lost in the last life's end."""
+        self._is_copied = False
+        """Whether what is whole is on two nodes each."""
         self.counts: Counter[str] = Counter()
         torch.set_num_threads(1)
-        self._rooms = {seat: self._grant(seat) for seat in range(SEATS)}
+        self._homes = Homes(directory, kind.seats, are_apart=kind.replicates)
+        self._rooms = {rank: self._grant(rank) for rank in range(kind.seats)}
 
     def again(self) -> None:
         """One life and its end. Raises BrokenError."""
         self._life += 1
         world = World(
             size=self._size,
-            is_sharded=self._is_sharded,
+            is_sharded=self._kind.is_sharded,
             view=self._life,
             step=self._left.step,
             maker=self._left.maker,
             scale=self._scale,
-            checkpoint_every=4 if self._persists else 0,
+            checkpoint_every=4 if self._kind.persists else 0,
             recalled=self._left.step if self._left.is_recalled else -1,
+            is_intact=self._left.is_intact,
         )
         board, said = self._run(world)
-        whole = max(board.read(rank)[1] for rank in range(world.size))
+        whole = board.whole(world.size)
         self._look_around()
         in_memory = self._recall(world)
         stored = self._examine_storage(world, said)
         self._judge(world, whole, in_memory)
         self._left = _newest(in_memory, stored)
-        if self._chance.random() < SURVIVAL_SHARE:
+        if self._chance.random() < SURVIVAL_SHARE and self._lost is None:
             self._left = self._survive(world, board)
         else:
-            self._begin_from(self._left.step)
+            self._homes.begin_from(self._left.step)
         self._change()
 
     # --- a life
 
     def _run(self, world: World) -> tuple[Board, list[int]]:
         board, table = Board(), Table(world.size)
-        agent, ears, mouth = self._start_agent()
+        staff = agents.Staff(self._works(world))
+        staff.begin(are_partners=self._kind.replicates)
         pids = []
         for rank in range(world.size):
-            room = self._rooms[rank]
-            pids.append(start(lambda r=rank, m=room: train(world, r, m, table.sit_down(r), ears, board)))
+            room, number, ear = self._rooms[rank], self._homes.number(rank), staff.ear(rank)
+            keeper = Keeper(number, room, ear)
+            pids.append(start(lambda r=rank, k=keeper: train(world, r, k, table.sit_down(r), board)))
         table.leave()
-        if ears is not None:
-            os.close(ears)
         try:
             self._wait(world, board)
         except BrokenError:
@@ -123,33 +153,24 @@ class Campaign:
             time.sleep(1.0)
             raise
         finally:
-            self._kill(pids, agent)
-        said = agents.heard(mouth) if mouth is not None else []
-        if mouth is not None:
-            os.close(mouth)
-        return board, [step for step in said if step >= 0]
+            self._kill(pids, staff, board.whole(world.size))
+        return board, staff.said()
 
-    def _start_agent(self) -> tuple[list[int], int | None, int | None]:
-        """Its process, where to tell it something, and where it does."""
-        if not self._persists:
-            return [], None, None
-        ears, to_agent = os.pipe()
-        mouth, from_agent = os.pipe()
-
-        def work() -> None:
-            os.close(to_agent)
-            os.close(mouth)
-            agents.persist(self._root, str(self._storage), ears, from_agent)
-
-        pid = start(work)
-        os.close(ears)
-        os.close(from_agent)
-        os.read(mouth, 8)  # it is there
-        return [pid], to_agent, mouth
+    def _works(self, world: World) -> list[Callable[[int, int], None]]:
+        """Of the agents."""
+        root = self._root
+        if self._kind.persists:
+            return [partial(agents.persist, root, self._homes.node(0), str(self._storage))]
+        if self._kind.replicates:
+            return [
+                partial(agents.replicate, root, world.view, rank, world.size, self._kind.parity)
+                for rank in range(world.size)
+            ]
+        return []
 
     def _wait(self, world: World, board: Board) -> None:
         """Until a random moment."""
-        is_long = self._persists and self._chance.random() < LONG_SHARE
+        is_long = self._chance.random() < self._kind.long_share
         goal = world.step + self._chance.randrange(LONG_STEPS_MAX if is_long else STEPS_MAX)
         give_up_at = time.monotonic() + START_LIMIT_S
         while min(board.read(rank)[0] for rank in range(world.size)) < goal:
@@ -158,9 +179,25 @@ class Campaign:
             time.sleep(0.0002)
         time.sleep(self._chance.uniform(0.0, MOMENTS_S))
 
-    def _kill(self, ranks: list[int], agent: list[int]) -> None:
-        """All at once, or one and then, a moment later, the others: somebody notices, or nobody does."""
-        victims = self._chance.sample([*ranks, *agent], len(ranks) + len(agent))
+    def _kill(self, ranks: list[int], staff: agents.Staff, whole: int) -> None:
+        """All, perhaps with what a node had in memory. From parity that is made again by agents that have survived."""
+        self._lost = self._choose_lost(whole)
+        if self._kind.parity and self._lost is not None:
+            lost_agent = staff.pids[self._lost]
+            self._kill_all([*ranks, lost_agent])
+            self._homes.lose(self._lost)
+            staff.rebuild(self._lost)
+            self._kill_all([pid for pid in staff.pids if pid != lost_agent])
+        else:
+            self._kill_all([*ranks, *staff.pids])
+            if self._lost is not None:
+                self._homes.lose(self._lost)
+        if self._lost is not None:
+            self._rooms[self._lost] = self._grant(self._lost)
+
+    def _kill_all(self, pids: list[int]) -> None:
+        """At once, or one and then, a moment later, the others: somebody notices, or nobody does."""
+        victims = self._chance.sample(pids, len(pids))
         pause_s = self._chance.choice((0.0, 0.0005, 0.003))
         for pid in victims:
             os.kill(pid, signal.SIGKILL)
@@ -175,7 +212,7 @@ class Campaign:
 
     def _look_around(self) -> None:
         """Into which moments the kill fell."""
-        records = [self._seat(seat).record(slot) for seat in range(self._size) for slot in range(SLOTS)]
+        records = [self._homes.seat(seat).record(slot) for seat in range(self._size) for slot in range(SLOTS)]
         newest = [max((r.step for r in records[at : at + SLOTS]), default=-1) for at in range(0, len(records), SLOTS)]
         self.counts["lives"] += 1
         self.counts["in the middle of a copy"] += any(r.status is Status.WRITING for r in records)
@@ -183,8 +220,8 @@ class Campaign:
 
     def _recall(self, world: World) -> Left | None:
         """The newest state that all ranks can restore from memory, restored on each shard."""
-        with self._vault() as vault:
-            found = [self._recall_on(vault, world, rank) for rank in range(world.shards)]
+        held = self._homes.held()
+        found = [self._recall_on(held, world, rank) for rank in range(world.shards)]
         if any(one is None for one in found):
             return None
         lives = {(one.step, one.maker) for one in found if one is not None}
@@ -192,11 +229,15 @@ class Campaign:
             raise BrokenError(f"life {self._life}: shards are of different states: {sorted(lives)}")
         return found[0]
 
-    def _recall_on(self, vault: Vault, world: World, rank: int) -> Left | None:
+    def _recall_on(self, held: list[HeldImage], world: World, rank: int) -> Left | None:
         state = world.state(rank)
         everywhere = Talk(rank, world.size, list, lambda values: [list(values)] * world.size)
-        choice = recall(vault.held(), 0, 1, world.shards, state.tracked, -1, everywhere)
-        return None if choice is None else replace(self._checked(state, choice.step, "memory"), is_recalled=True)
+        choice = recall(held, 0, 1, world.shards, state.tracked, -1, everywhere)
+        return (
+            None
+            if choice is None
+            else replace(self._checked(state, choice.step, "memory"), is_recalled=True, is_intact=choice.is_intact)
+        )
 
     def _checked(self, state: State, step: int, where: str) -> Left:
         if wrong := state.wrong(step):
@@ -213,7 +254,7 @@ class Campaign:
             self.counts["went back behind what it began with"] += found.step < world.recalled
 
     def _examine_storage(self, world: World, said: list[int]) -> Left | None:
-        if not self._persists:
+        if not self._kind.persists:
             return None
         catalogue = Catalogue(open_store(str(self._storage)))
         listing = catalogue.list()
@@ -256,56 +297,43 @@ class Campaign:
         """Another number of ranks, now and then, if the job begins anew; and a node's memory lost, if there is storage
         to fall back on. (If a rank leaves for good while others go on, what it alone had heard goes with it: until
         their first copy is whole, the death of all of them would leave nothing.)"""
-        if not self._is_sharded and self._left.is_recalled and self._chance.random() < 0.2:
-            self._size = self._chance.randint(2, SEATS)
+        if not self._kind.is_sharded and self._left.is_recalled and self._chance.random() < 0.2:
+            self._size = self._chance.randint(2, self._kind.seats)
             self.counts["other sizes"] += 1
-        if self._persists and self._chance.random() < 0.05:
+        if self._kind.persists and self._chance.random() < 0.05:
             self._lose(self._chance.randrange(self._size))
 
-    def _lose(self, seat: int) -> None:
-        shutil.rmtree(self._seat_directory(seat))
-        self._rooms[seat] = self._grant(seat)
+    def _lose(self, rank: int) -> None:
+        self._homes.lose(rank)
+        self._rooms[rank] = self._grant(rank)
         self._is_young = True
         self.counts["memories lost"] += 1
-        world = World(self._size, self._is_sharded, self._life, 0, 0, self._scale, 0)
-        stored = self._examine_storage(world, [])
-        in_memory = self._recall(world)
-        self._left = _newest(in_memory, stored)
-        self._begin_from(self._left.step)
+        world = World(self._size, self._kind.is_sharded, self._life, 0, 0, self._scale, 0)
+        self._left = _newest(self._recall(world), self._examine_storage(world, []))
+        self._homes.begin_from(self._left.step)
 
-    def _begin_from(self, step: int) -> None:
-        """As an agent does when all its workers begin anew."""
-        with self._vault() as vault:
-            vault.forget_after(step)
+    def _choose_lost(self, whole: int) -> int | None:
+        """All that one node had in memory goes with it, once others have it too: until the next step is whole after
+        that, there is one copy of some of it."""
+        self._is_copied |= whole >= 0
+        if not (self._kind.replicates and self._is_copied and self._chance.random() < NODE_LOSS_SHARE):
+            return None
+        self._is_copied = False
+        self.counts["nodes lost"] += 1
+        return self._chance.randrange(self._size)
 
-    @contextmanager
-    def _vault(self) -> Iterator[Vault]:
-        vault = Vault(self._root, agents.NODE)
-        vault.open(agents.JOB)
-        try:
-            yield vault
-        finally:
-            vault.close()
-
-    def _grant(self, seat: int) -> Room:
-        with self._vault() as vault:
-            return asyncio.run(vault.grant(seat, self._room_bytes()))
+    def _grant(self, rank: int) -> Room:
+        return self._homes.grant(rank, self._room_bytes())
 
     def _room_bytes(self) -> int:
         """For the largest share there may be."""
-        shares = 1 if self._is_sharded else 2
+        shares = 1 if self._kind.is_sharded else 2
         about = {"part": "0", "shards": "9", "shares": "9"}
         flat = State(self._scale).tracked.state()
         return max(PartPlan(flat, shares, share, about).layout.size_bytes for share in range(shares)) + 2**16
 
-    def _seat_directory(self, seat: int) -> Path:
-        return self._root / agents.JOB / agents.NODE / f"seat-{seat}"
-
-    def _seat(self, seat: int) -> Seat:
-        return Seat.open(self._seat_directory(seat))
-
     def _records(self) -> str:
-        seats = {seat: self._seat(seat) for seat in range(self._size)}
+        seats = {seat: self._homes.seat(seat) for seat in range(self._size)}
         return "; ".join(
             f"rank {seat} (whole {page.get('whole')}): "
             + ", ".join(f"{r.status.name} {r.step} of life {r.view}" for r in map(page.record, range(SLOTS)))

@@ -1,8 +1,8 @@
 """Processes that train as a session's workers do, as far as snapshots are concerned, and agree through pipes.
 
 The order is the engine's: a copy begins with the step, the forward runs beside it, the update waits for its tensors,
-and before it all ranks exchange the words of the snapshots (worker/snapshots.py). A rank that finds another one dead
-waits for its own end, as there is nobody to repair it here.
+and before it all ranks exchange the words of the snapshots (worker/memory/snapshots.py). A rank that finds another one
+dead waits for its own end, as there is nobody to repair it here.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import signal
 import struct
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -23,7 +24,7 @@ from fire.agents import MESSAGE
 from fire.state import State
 from holdfast.wire.session import NeedRoom, Room, Sealed
 from holdfast.wire.session import Snapshots as Settings
-from holdfast.worker.snapshots import Cut, Snapshots
+from holdfast.worker.memory.snapshots import Cut, Snapshots
 
 LATE_SHARE, LATE_S = 0.1, 0.01
 WORDS = struct.Struct("=2q")
@@ -45,6 +46,8 @@ class World:
     checkpoint_every: int
     recalled: int = -1
     """The step that all ranks have restored from memory, if they have."""
+    is_intact: bool = False
+    """And each had its own part of it."""
 
     @property
     def shards(self) -> int:
@@ -68,7 +71,8 @@ class Keeper:
         if isinstance(message, NeedRoom):
             assert self.room is not None and message.size_bytes <= self.room.size_bytes, "less room than asked for"
         elif self._to_agent is not None:
-            os.write(self._to_agent, MESSAGE.pack(self._seat, message.step, message.wanted))
+            with suppress(BrokenPipeError):  # the agent was killed first
+                os.write(self._to_agent, MESSAGE.pack(self._seat, message.step, message.wanted))
 
 
 class Table:
@@ -135,13 +139,16 @@ class Board:
         step, whole = WORDS.unpack_from(self._page, rank * WORDS.size)
         return step, whole
 
+    def whole(self, size: int) -> int:
+        """What any of them knows of."""
+        return max(self.read(rank)[1] for rank in range(size))
+
 
 def train(
     world: World,
     rank: int,
-    room: Room,
+    keeper: Keeper,
     agree: Callable[[Sequence[int]], list[int]],
-    to_agent: int | None,
     board: Board,
 ) -> None:
     """For ever."""
@@ -149,8 +156,8 @@ def train(
     state, step = world.state(rank), world.step
     state.become(step, world.maker)
     settings = Settings(every=1, checkpoint_every_steps=world.checkpoint_every)
-    snapshots = Snapshots(Keeper(rank, room, to_agent), state.tracked, settings)
-    snapshots.known_whole = world.recalled
+    snapshots = Snapshots(keeper, state.tracked, settings)
+    snapshots.start_from(world.recalled, world.is_intact)
     snapshots.enter(world.cut(rank), world.view, 1, 0, 1)
     whole = -1
     board.write(rank, step, whole)

@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import holdfast as hf
 from holdfast.errors import HoldfastError
-from holdfast.worker import groups
+from holdfast.worker.collectives import groups
 
 SAMPLES, GLOBAL_BATCH = 1_000, 24
 POINTS = 7

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from holdfast.data.loader import Loader
     from holdfast.data.sampler import Sampler
     from holdfast.data.stream import Stream
-    from holdfast.errors import RetryableError
+    from holdfast.errors import MissingRanksError, RetryableError
     from holdfast.failover import DynamicAgentFailoverExtension, DynamicFailoverExtension, FailoverStrategy
     from holdfast.monitors import ErrorMonitor, Verdict
     from holdfast.worker.checkpointer import Checkpointer
@@ -29,6 +29,7 @@ __all__ = [
     "FailoverStrategy",
     "Job",
     "Loader",
+    "MissingRanksError",
     "RetryableError",
     "Sampler",
     "Step",
@@ -47,6 +48,7 @@ _ROOMS = {
     "FailoverStrategy": "holdfast.failover",
     "Job": "holdfast.worker.session",
     "Loader": "holdfast.data.loader",
+    "MissingRanksError": "holdfast.errors",
     "RetryableError": "holdfast.errors",
     "Sampler": "holdfast.data.sampler",
     "Step": "holdfast.worker.steps",

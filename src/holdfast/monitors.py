@@ -25,8 +25,8 @@ import msgspec
 import structlog
 
 from holdfast.core.fault_types import Fault
+from holdfast.core.health.reputation import Kind, NodeEvent, Repute
 from holdfast.core.ladder import Verdict
-from holdfast.core.reputation import Kind, NodeEvent, Repute
 from holdfast.guests import Guest, GuestError, reason
 
 __all__ = ["ErrorMonitor", "Fault", "NodeFacts", "Verdict", "ask", "load"]

@@ -34,8 +34,8 @@ class GuestKeeper:
     def __init__(self, guests: Guests) -> None:
         self.guests = guests
 
-    def offer(self, label: Label) -> Incoming | None:
-        return self.guests.offer(label)
+    def offer(self, label: Label, whole: int) -> Incoming | None:
+        return self.guests.offer(label, whole)
 
     def contribute(self, piece: Contribute) -> Incoming | None:
         raise ReplicaError("no parity here")

@@ -11,13 +11,13 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from holdfast.agent.birth.launcher import Launcher
 from holdfast.agent.config import AgentConfig, Program
 from holdfast.agent.crew import Crew
 from holdfast.agent.hangs import HangWatch
-from holdfast.agent.launcher import Launcher
 from holdfast.agent.line import LineServer
 from holdfast.agent.logs import LogPlan, WorkerLogs
-from holdfast.agent.memory import MemoryWatch
+from holdfast.agent.out_of_memory import MemoryWatch
 from holdfast.agent.reports import Reports
 from holdfast.core.events import Event, JobSpec, SessionInfo
 from holdfast.core.orders import Serve

@@ -106,7 +106,7 @@ class FakeWorker:
                         step=3,
                         at=time.time(),
                         exception="ConnectionError",
-                        message="cut",
+                        message="cut\n\nAt:\n  pair.cc(553)",
                         traceback="",
                         collateral=True,
                     )

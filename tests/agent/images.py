@@ -14,7 +14,7 @@ class FileImage:
     def __init__(self, images: FileImages, path: Path, seat: int, view: int, step: int, part: int) -> None:
         self.path, self.seat, self.view, self.step, self.part = path, seat, view, step, part
         self.shards, self.shares = 4, 1
-        self.seed, self.first_step = 7, 0
+        self.seed, self.first_step, self.whole = 7, 0, -1
         self.size_bytes = path.stat().st_size
         self.checksums: list[int] | None = None
         self.pins = 0
@@ -41,14 +41,19 @@ class FileImages:
         self.sealed_count = 0
         self._sealed = asyncio.Event()
 
-    def seal(self, step: int, content: bytes, seat: int = 0, view: int = 1, *, checked: bool = True) -> FileImage:
+    def seal(
+        self, step: int, content: bytes, seat: int = 0, view: int = 1, *, checked: bool = True, whole: int = -1
+    ) -> FileImage:
+        """`whole`: the step of which the image stays, as in a worker's slots."""
         path = self._root / f"seat-{seat}" / f"view-{view}-step-{step}"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
         image = FileImage(self, path, seat, view, step, self._first_part + seat)
         image.checksums = list(unpack(checksums_of(memoryview(content)))) if checked else None
+        image.whole = whole
         kept = self._kept.setdefault(seat, [])
-        for old in [old for old in kept[:-1] if not old.pins]:
+        spared = next((old for old in kept if old.step == whole), kept[-1] if kept else None)
+        for old in [old for old in kept if old is not spared and not old.pins]:
             kept.remove(old)
             old.path.unlink()
         kept.append(image)
@@ -62,6 +67,9 @@ class FileImages:
 
     def newest(self, seat: int) -> FileImage | None:
         return self._kept[seat][-1] if self._kept.get(seat) else None
+
+    def all(self) -> Iterable[FileImage]:
+        return [image for kept in self._kept.values() for image in kept]
 
     def at(self, seat: int, view: int, step: int) -> FileImage | None:
         return next((i for i in self._kept.get(seat, []) if (i.view, i.step) == (view, step)), None)

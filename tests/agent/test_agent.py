@@ -15,7 +15,7 @@ from typing import Any
 
 from agent.crews import CrewUnderTest, agent_config, serve
 from holdfast.agent.agent import Agent, Result
-from holdfast.agent.launcher import Launcher
+from holdfast.agent.birth.launcher import Launcher
 from holdfast.core.events import Event
 from holdfast.core.ladder import Strategy
 from holdfast.core.orders import Exit, Hold

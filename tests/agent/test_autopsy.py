@@ -18,7 +18,7 @@ import pytest
 
 from holdfast.agent.autopsy import ERROR_FILE_BYTES_MAX, MESSAGE_CHARS_MAX, examine
 from holdfast.agent.logs import LogPlan, WorkerLogFiles, WorkerLogs
-from holdfast.agent.memory import MemoryWatch
+from holdfast.agent.out_of_memory import MemoryWatch
 from holdfast.core.faults import (
     LOG_LINE_CHARS_MAX,
     LOG_TAIL_LINES_MAX,

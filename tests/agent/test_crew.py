@@ -365,6 +365,7 @@ def test_a_commit_is_told_once_a_view_and_a_stumble_only_while_its_view_counts(t
             job.do(pid, "stumble 1")  # comes after the commit, on the same line
         await job.until(lambda: len(job.of("StepInterrupted")) == 3, "all have stumbled")
         assert {event.stumble.rank for event in job.of("StepInterrupted")} == {0, 1, 2}
+        assert job.of("StepInterrupted")[0].stumble.message == "cut At: pair.cc(553)", "a line of the history"
         await job.crew.serve(serve(2, kept=True, strategy=Strategy.RETRY))
         await job.event("SessionBegan", view=2)
         job.do(pids[0], "stumble 1")  # crossed the order on its way

@@ -13,9 +13,9 @@ import pytest
 
 from agent.crews import agent_config
 from holdfast.agent import examination as module
+from holdfast.agent.birth.launcher import Launcher
 from holdfast.agent.examination import Examination
-from holdfast.agent.launcher import Launcher
-from holdfast.core.health import CheckResult, CheckTask
+from holdfast.core.health.findings import CheckResult, CheckTask
 from worker.nest import ENVIRONMENT, children
 
 LONG_S = 60.0

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.agent.launcher import Child, Launcher
+from holdfast.agent.birth.launcher import Child, Launcher
 from holdfast.errors import LaunchError
 from worker.nest import (
     ENVIRONMENT,
@@ -59,7 +59,7 @@ async def started_sleeper(nest: Nest, directory: Path, output: Output) -> Child:
 
 
 def test_the_launcher_itself_needs_no_torch(tmp_path: Path) -> None:
-    code = "import sys, holdfast.agent.launcher; print(sorted({'torch', 'numpy'} & set(sys.modules)))"
+    code = "import sys, holdfast.agent.birth.launcher; print(sorted({'torch', 'numpy'} & set(sys.modules)))"
     assert run_python(["-c", code], tmp_path) == Result(0, "[]\n", "")
 
 

@@ -31,13 +31,14 @@ from worker.nest import eventually_async
 class Group:
     """Some agents, without their workers and without a master."""
 
-    def __init__(self, directory: Path, names: str, workers: dict[str, int]) -> None:
+    def __init__(self, directory: Path, names: str, workers: dict[str, int], **more: Any) -> None:
         self.names, self.workers = list(names), workers
         self.own = {name: FileImages(directory / "own" / name) for name in names}
         self.nodes = {
             name: Replication(
                 agent_config(directory, node_id=name, token=TOKEN, snapshot_dir=str(directory / "memory")),
                 self.own[name],
+                **more,
             )
             for name in names
         }
@@ -50,10 +51,12 @@ class Group:
         for name in names:
             self.nodes[name].serve(serve(view, workers=self.workers.get(name, 1), parity=peers))
 
-    def seal(self, names: str, step: int, size: int = 100_000, view: int = 1, seat: int = 0) -> dict[str, bytes]:
+    def seal(
+        self, names: str, step: int, size: int = 100_000, view: int = 1, seat: int = 0, whole: int = -1
+    ) -> dict[str, bytes]:
         found = {name: noise(size + 10 * number) for number, name in enumerate(names)}
         for name, content in found.items():
-            self.own[name].seal(step, content, view=view, seat=seat, checked=name != names[-1])
+            self.own[name].seal(step, content, view=view, seat=seat, checked=name != names[-1], whole=whole)
         return found
 
     async def sealed(self, names: str, step: int, view: int = 1, seat: int = 0) -> None:
@@ -107,20 +110,57 @@ def test_while_a_round_is_under_way_the_one_before_can_be_made_again(tmp_path: P
             await eventually_async(lambda: made.nodes["b"]._store.announced(0, "a") == (1, 2), "b has heard of it")  # type: ignore[union-attr]
             await made.nodes["b"].close()
             assert (await made.nodes["a"].rebuild("b", 0)).path.read_bytes() == before["b"]
-            assert all(made.own[n].at(0, 1, 1) is not None for n in "ac"), "pinned, though newer ones were sealed"
+            assert all(made.own[n].at(0, 1, 1) is not None for n in "ac"), "its images are there too"
 
     run(test)
 
 
-def test_rounds_go_on_and_free_what_they_no_longer_need(tmp_path: Path) -> None:
+def test_the_parity_of_what_is_whole_everywhere_stays_until_a_later_step_is(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with group(tmp_path, "abc") as made:
+            first = made.seal("abc", 1)
+            await made.sealed("abc", 1)
+            for step in (2, 3):  # of which other groups never had anything
+                made.seal("abc", step, whole=1)
+                await made.sealed("abc", step)
+            kept = {n: [known.step for known in made.nodes[n]._store.sealed(0)] for n in "abc"}  # type: ignore[union-attr]
+            assert all(sorted(found) == [1, 3] for found in kept.values()), kept
+            await made.nodes["b"].close()
+            assert (await made.nodes["a"].rebuild("b", 0)).label.step == 3
+            held = {one.label.step: one.path.read_bytes() for one in made.nodes["a"].held}
+            assert held.keys() == {1, 3} and held[1] == first["b"], "of step 3 other groups may not have everything"
+
+    run(test)
+
+
+def test_from_the_order_on_images_wait_for_their_parity_and_it_is_told_at_once(tmp_path: Path) -> None:
+    async def test() -> None:
+        said: list[tuple[int, int, int]] = []
+        made = Group(tmp_path, "ab", {}, on_safe=lambda where, *image: said.append(image))
+        made.serve("ab")
+        one = made.nodes["a"]
+        assert one.partners == 1 and one.safe_age(0) is None, "the rounds begin a moment later"
+        made.seal("ab", 8)
+        await eventually_async(lambda: said.count((0, 1, 8)) == 2, "both have heard")
+        assert one.safe_age(0) == (1, 8)
+        for node in made.nodes.values():
+            node.begin_from(5)
+        assert one.safe_age(0) is None, "what is done again is not there yet"
+        for node in made.nodes.values():
+            await node.close()
+
+    run(test)
+
+
+def test_rounds_that_are_over_hold_no_image(tmp_path: Path) -> None:
     async def test() -> None:
         async with group(tmp_path, "abc") as made:
             for step in range(1, 5):
                 images = made.seal("abc", step)
                 await made.sealed("abc", step)
-            assert all(len(made.own[n]._kept[0]) <= 3 for n in "abc")
+            assert all(len(made.own[n]._kept[0]) == 2 for n in "abc")
             newest = made.own["a"].newest(0)
-            assert newest is not None and newest.pins == 1
+            assert newest is not None and newest.pins == 0, "its worker may need the slot: it knows what has to stay"
             assert (await made.nodes["c"].rebuild("a", 0)).path.read_bytes() == images["a"]
 
     run(test)
@@ -175,6 +215,26 @@ def test_a_lost_member_is_made_again_after_the_group_has_changed(tmp_path: Path)
             later = made.seal("acd", 2, view=2)
             await made.sealed("acd", 2, view=2)
             assert (await made.nodes["a"].rebuild("d", 0)).path.read_bytes() == later["d"]
+
+    run(test)
+
+
+@pytest.mark.parametrize("names", ["abc", "acd", "ac"])
+def test_the_next_life_of_all_agents_makes_it_again_whether_the_node_is_back_or_not(tmp_path: Path, names: str) -> None:
+    async def test() -> None:
+        async with group(tmp_path, "abc") as made:
+            images = made.seal("abc", 1)
+            await made.sealed("abc", 1)
+            again = Group(tmp_path, names, {})
+            for name in "ac":
+                again.own[name] = again.nodes[name]._images = made.own[name]  # in shared memory, as the parity is
+            again.serve(names, view=2)
+            for name in names:
+                await again.nodes[name].rebuild_lost()
+            held = [(one.label.node_id, one.path.read_bytes()) for name in names for one in again.nodes[name].held]
+            assert held == [("b", images["b"])], "once, and nothing of those who have theirs"
+            for node in again.nodes.values():
+                await node.close()
 
     run(test)
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.agent import persister as persisting
-from holdfast.agent.persister import Persister
-from holdfast.agent.vault import Vault
+from holdfast.agent.memory import persister as persisting
+from holdfast.agent.memory.persister import Persister
+from holdfast.agent.memory.vault import Vault
 from holdfast.state.parts import FilePart, load_parts, write_image
 from holdfast.state.tracked import Tracked
 from holdfast.storage.catalogue import Catalogue
@@ -115,6 +115,30 @@ def test_the_parts_of_a_node_become_a_checkpoint(tmp_path: Path) -> None:
     about = Catalogue(open_store(str(tmp_path / "store"))).open(8).about
     assert about.metrics == {"loss": 0.5} and about.notes["data"] == "24"
     assert (about.job_id, about.seed, about.shares) == ("job/7", 3, 3)
+
+
+def test_a_part_that_comes_late_on_the_same_node_is_published_without_another_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one's look for the others is answered by the node itself, not by the clock."""
+    monkeypatch.setattr(persisting, "RETRY_S_MIN", 3_600.0)
+
+    async def work() -> None:
+        node, told = Node(tmp_path, "a", tmp_path / "store"), []
+        for seat in range(2):
+            await node.put(seat, 0, 8, seat, 2)
+        node.persister.wanted(0, Sealed(8, True), told.append)
+        while not node.persister._publishing:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)  # it has looked, and found one part of two
+        node.persister.wanted(1, Sealed(8, True), told.append)
+        while len(told) < 2:
+            await asyncio.sleep(0.01)
+        assert told == ["", ""]
+        await node.close()
+
+    run(work())
+    assert checkpoints(tmp_path / "store") == [8]
 
 
 def test_two_agents_race_to_publish(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,8 @@ def peer(port: int, node_id: str = "b", workers: int = 2) -> Peer:
 
 
 @contextlib.asynccontextmanager
-async def replicating(images: FileImages, *ports: int) -> AsyncIterator[Replicator]:
-    replicator = Replicator("a", images, token=TOKEN, tls=None)
+async def replicating(images: FileImages, *ports: int, **more: Any) -> AsyncIterator[Replicator]:
+    replicator = Replicator("a", images, token=TOKEN, tls=None, **more)
     replicator.follow(peer(port, f"partner-{number}") for number, port in enumerate(ports))
     try:
         yield replicator
@@ -92,6 +93,35 @@ def test_a_partner_that_is_slow_gets_what_is_newest_when_it_is_ready(tmp_path: P
                 replicator.follow([peer(slow.port, "partner-0"), peer(quick.port, "partner-1")])
                 await eventually_async(lambda: steps(b) == [5], "only the newest")
                 assert contents(b)[5] == b"step 5"
+
+    run(test)
+
+
+def test_what_arrives_after_the_job_has_gone_back_behind_it_is_not_taken_for_safe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_there, may_go_on, told = threading.Event(), threading.Event(), list[tuple[int, int, int]]()
+    real = module.BulkClient.put
+
+    def put(*arguments: Any) -> None:
+        real(*arguments)
+        is_there.set()
+        assert may_go_on.wait(20)
+
+    monkeypatch.setattr(module.BulkClient, "put", put)
+
+    async def test() -> None:
+        images = FileImages(tmp_path / "own")
+        image = images.seal(9, b"nine")
+        with bulk_server(tmp_path / "b") as (server, _):
+            async with replicating(images, server.port, on_safe=lambda _, *one: told.append(one)) as replicator:
+                await eventually_async(is_there.is_set, "step 9 is there, and the sender has not heard it yet")
+                images._kept[0].remove(image)
+                replicator.forget_after(5)
+                images.seal(4, b"four", view=2)
+                may_go_on.set()
+                await eventually_async(lambda: bool(told), "the next one is there")
+                assert told == [(0, 2, 4)]
 
     run(test)
 

@@ -11,9 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.agent import vault as vaults
-from holdfast.agent.vault import ORPHAN_AFTER_S, Vault, clear_orphans
+from agent.crews import agent_config, serve
+from holdfast.agent.memory import vault as vaults
+from holdfast.agent.memory.directories import directory_name
+from holdfast.agent.memory.vault import ORPHAN_AFTER_S, Vault, clear_orphans
+from holdfast.agent.replicas.replication import NoImages, Replication
+from holdfast.core.orders import Peer
 from holdfast.storage.image import block_checksums
+from holdfast.wire.bulk import Label
+from holdfast.wire.cgroups import Headroom
 from holdfast.wire.slots import ImageLock, Record, Status, Wanted
 
 PAGE = 4_096
@@ -55,10 +61,12 @@ def test_room_for_two_images(tmp_path: Path) -> None:
 
 def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     vault = opened(tmp_path)
-    monkeypatch.setattr(vaults, "_memory_available_bytes", lambda: vaults.MEMORY_SPARED_BYTES + 4 * PAGE)
+    left = Headroom(vaults.MEMORY_SPARED_BYTES + 4 * PAGE, "within the limit of cgroup /pod, 4096 MiB")
+    monkeypatch.setattr(vaults, "memory_headroom", lambda: left)
     assert not asyncio.run(vault.grant(0, 2 * PAGE)).why
     refused = asyncio.run(vault.grant(1, 2 * PAGE + 1))
     assert refused.directory == "" and "--snapshots off" in refused.why
+    assert "0 MiB are free within the limit of cgroup /pod, 4096 MiB" in refused.why
     assert not list((tmp_path / "job" / "node-0").glob("seat-1/image-*"))
     vault.close()
     closed = asyncio.run(Vault(tmp_path, "other").grant(0, PAGE))
@@ -114,7 +122,7 @@ def test_the_next_life_of_an_agent_finds_what_the_last_one_left(tmp_path: Path) 
 def test_an_agent_that_lives_is_not_robbed(tmp_path: Path) -> None:
     code = (
         "import pathlib, signal\n"
-        "from holdfast.agent.vault import Vault\n"
+        "from holdfast.agent.memory.vault import Vault\n"
         f"vault = Vault(pathlib.Path({str(tmp_path)!r}), 'node-0')\n"
         "vault.open('job')\n"
         "print('open', flush=True)\n"
@@ -202,6 +210,39 @@ def test_an_agent_that_has_run_for_long_leaves_no_orphan_behind(tmp_path: Path) 
     vault.close()
     clear_orphans(tmp_path)
     assert len(list(tmp_path.rglob("image-*"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("job_id", "node_id"), [("job/7", "a.b:c"), (".hidden", ".."), ("é" * 100, "n" * 300), ("", "")]
+)
+def test_what_a_dead_agent_held_for_others_is_found_with_its_own(tmp_path: Path, job_id: str, node_id: str) -> None:
+    config = agent_config(tmp_path, node_id=node_id, snapshot_dir=str(tmp_path / "memory"))
+    vault = opened(tmp_path / "memory", node_id, job_id)
+    put(vault, 0, 0, 8)
+    other = Peer(node_id="other", address="127.0.0.1", bulk_port=1, workers=1)
+
+    async def hold() -> None:
+        replication = Replication(config, NoImages(), lambda *_: None)
+        replication.serve(serve(1, job_id=job_id, guests=(other,)))
+        assert replication.guests is not None and replication.guests.offer(label) is not None
+
+    label = Label(
+        node_id="other", seat=0, view=1, step=3, part=0, shards=2, shares=1, size_bytes=1, seed=0, first_step=0
+    )
+    asyncio.run(hold())
+    vault.close()
+    (found,) = (tmp_path / "memory").glob("*/*")
+    assert {"seat-0", "guests"} <= {path.name for path in found.iterdir()}
+    age(found, 2 * ORPHAN_AFTER_S)
+    clear_orphans(tmp_path / "memory")
+    assert not (tmp_path / "memory").exists()
+
+
+def test_no_two_ids_share_a_directory() -> None:
+    ids = ["a/b", "a_b", "a%2Fb", "", "_", "%", ".", "..", "%2E", "a" * 300, "a" * 301, "ü", "\udc80"]
+    names = [directory_name(one) for one in ids]
+    assert len(set(names)) == len(ids)
+    assert all("/" not in name and not name.startswith(".") and 0 < len(name.encode()) <= 255 for name in names)
 
 
 def test_names_of_jobs_and_nodes_cannot_lead_elsewhere(tmp_path: Path) -> None:

@@ -91,11 +91,13 @@ def test_data_measures_indices(temporary: Path) -> None:
     assert {row["name"] for row in result["index"]} == {"hf.Sampler", "DistributedSampler"}
 
 
+@pytest.mark.long
 def test_data_measures_loading(temporary: Path) -> None:
     result = run_bench(temporary, "data.py", "--rounds", "1", "--batches", "4", "--only", "throughput")
     assert {row["name"] for row in result["throughput"]} >= {"hf.Loader", "DataLoader, DistributedSampler"}
 
 
+@pytest.mark.long
 def test_the_online_soak_ends_with_the_same_bits(temporary: Path) -> None:
     """Without those faults of which each takes the hang timeout's two seconds."""
     mark = secrets.token_hex(8)
@@ -114,6 +116,7 @@ def test_the_online_soak_ends_with_the_same_bits(temporary: Path) -> None:
     assert not running(f"SMOKE={mark}"), "a process was left behind"
 
 
+@pytest.mark.long
 def test_canonical_compares_both_reductions(temporary: Path) -> None:
     flags = ("--worlds", "2:3", "--rounds", "1", "--steps", "2", "--width", "16", "--batch", "12")
     (finding,) = run_bench(temporary, "canonical.py", *flags)["findings"]

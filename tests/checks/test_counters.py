@@ -129,8 +129,10 @@ def test_every_table_is_sound(name: str) -> None:
     ("name", "text", "fault"),
     [
         ("cuda", "RuntimeError: CUDA error: uncorrectable ECC error encountered", "gpu-memory-error"),
-        ("cuda", "AcceleratorError: CUDA error: unspecified launch failure", "gpu-driver-error"),
+        ("cuda", "AcceleratorError: CUDA error: unknown error", "gpu-driver-error"),
+        ("cuda", "AcceleratorError: CUDA error: unspecified launch failure", "gpu-launch-failure"),
         ("cuda", "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus", "gpu-lost"),
+        ("npu", "EI0002: notify wait timeout", "collective-timeout"),
         ("npu", "RuntimeError: ACL stream synchronize failed, error code:507015", "npu-core-error"),
         ("xpu", "RuntimeError: level_zero backend failed with error: 20 (UR_RESULT_ERROR_DEVICE_LOST)", "gpu-lost"),
         ("cpu", "mce: [Hardware Error]: CPU 3: Machine Check: 0 Bank 5", "cpu-machine-check"),
@@ -157,9 +159,24 @@ def test_loading_a_plug_in_does_not_import_torch() -> None:
 
     program = (
         "import sys; from holdfast.checks.accelerators import registry;"
-        " [registry.load(name).faults for name in registry.BUILT_IN]; assert 'torch' not in sys.modules"
+        " [registry.load(name).faults for name in registry.BUILT_IN]; registry.present();"
+        " assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_the_processors_that_are_here_are_known_and_the_cpu_always_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "cpu" in [kind.name for kind in registry.present()]
+    monkeypatch.setattr(cuda, "has_device_files", lambda: True)
+    monkeypatch.setattr(npu, "has_device_files", lambda: False)
+    names = [kind.name for kind in registry.present()]
+    assert names[0] == "cuda" and names[-1] == "cpu" and "npu" not in names
+
+    def broken() -> bool:
+        raise OSError("no /dev")
+
+    monkeypatch.setattr(cuda, "has_device_files", broken)
+    assert "cuda" not in [kind.name for kind in registry.present()], "and it is no reason not to start"
 
 
 def test_every_built_in_is_an_accelerator() -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from holdfast.checks import disk
+from holdfast.checks import disk, measuring, waiting
 from holdfast.checks.accelerators import registry
 from holdfast.checks.accelerators.base import Device
 from holdfast.checks.accelerators.cpu import Cpu, parse_memory_info
@@ -17,6 +22,8 @@ from holdfast.checks.disk import check_disk
 from holdfast.checks.measuring import BLOCKS, measure, timing_of
 from holdfast.checks.stages import check_alone, check_device, memory_problem
 from holdfast.errors import UsageError
+
+HERE = str(threading.get_native_id())
 
 
 class Small(Cpu):
@@ -28,7 +35,7 @@ class Small(Cpu):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.checks.measuring.BLOCK_S", 0.002)
+    monkeypatch.setattr("holdfast.checks.disk.BLOCK_S", 0.002)
     monkeypatch.setattr(measure, "__kwdefaults__", {"block_s": 0.002})
 
 
@@ -122,7 +129,130 @@ def test_the_best_block_counts_and_the_spread_ignores_one_that_was_disturbed() -
     assert timing_of("all-reduce", [1.0, 1.01, 1.02, 9.0]).best_s == 1.02, "a link is what it mostly is"
 
 
-def test_work_is_repeated_in_blocks() -> None:
+def busy_for(seconds: float) -> None:
+    give_up_at = time.thread_time() + seconds
+    while time.thread_time() < give_up_at:
+        pass
+
+
+def test_what_was_waited_for_others_is_no_part_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, others = 0.004, 0.001
+    done = [0]
+    clock = SimpleNamespace(perf_counter=lambda: done[0] * (ours + others))
+    monkeypatch.setattr(measuring, "time", clock)
+    monkeypatch.setattr(waiting, "time", clock)
+    threads = {"does it": (ours, others), "helps": (ours / 2, others / 2), "looks on": (ours / 100, 4 * others)}
+
+    def told() -> dict[str, tuple[float, float]]:
+        return {name: (done[0] * ran, done[0] * waited) for name, (ran, waited) in threads.items()}
+
+    monkeypatch.setattr(waiting, "accounts_of_threads", told)
+    monkeypatch.setattr(waiting, "throttling_accounts", list)
+
+    def work() -> None:
+        done[0] += 1
+
+    timing = measure("matmul", work)
+    assert timing.best_s == pytest.approx(ours) and timing.waited == pytest.approx(others / (ours + others))
+
+
+def test_what_the_own_control_group_withholds_is_the_nodes_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, (text, scale) in enumerate({"throttled_time": 1e9, "throttled_usec": 1e6}.items()):
+        account = tmp_path / f"{number}" / "cpu.stat"
+        account.parent.mkdir()
+        account.write_text(f"nr_periods 3\n{text} 0\n")
+        queued = {"here": 1.0}
+        monkeypatch.setattr(waiting, "accounts_of_threads", lambda queued=queued: {HERE: (0.0, queued["here"])})
+        monkeypatch.setattr(waiting, "throttling_accounts", lambda account=account: [account])
+        since = waiting.Waiting()
+        queued["here"] += 0.003
+        account.write_text(f"nr_periods 4\n{text} {int(0.002 * scale)}\n")
+        time.sleep(0.004)
+        assert since.longest_s() == pytest.approx(0.001)
+
+
+@pytest.mark.parametrize(
+    ("threads", "longest_s"),
+    [
+        ({HERE: (0.0001, 0.002), "1": (0.0001, 0.009)}, 0.002),
+        ({HERE: (0.0001, 0.002), "1": (0.01, 0.009), "2": (0.004, 0.0095)}, 0.009),
+        ({HERE: (0.01, 0.002), "1": (0.006, 0.003)}, 0.003),
+    ],
+    ids=["one that looks on", "one that works for us, and one that works little", "two that work"],
+)
+def test_who_waits_is_who_works(
+    monkeypatch: pytest.MonkeyPatch, threads: dict[str, tuple[float, float]], longest_s: float
+) -> None:
+    found: dict[str, tuple[float, float]] = {}
+    monkeypatch.setattr(waiting, "accounts_of_threads", lambda: dict(found))
+    monkeypatch.setattr(waiting, "throttling_accounts", list)
+    since = waiting.Waiting()
+    monkeypatch.setattr(waiting.time, "perf_counter", lambda began_s=since._since: began_s + 0.01)
+    found.update(threads)
+    assert since.longest_s() == pytest.approx(longest_s)
+
+
+def test_two_that_want_one_processor_wait_for_each_other() -> None:
+    if not waiting.accounts_of_threads():
+        pytest.skip("this kernel does not count")
+    cores = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(cores)})
+        other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        try:
+            since = waiting.Waiting()
+            busy_for(0.2)
+            assert since.longest_s() > 0.05 and since.summed_s() >= since.longest_s()
+        finally:
+            other.kill()
+            other.wait()
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+@pytest.mark.parametrize(
+    ("lines", "accounts"),
+    [
+        ("0::/user.slice/job", ["user.slice/job", "user.slice", ""]),
+        ("3:memory:/elsewhere\n1:cpu,cpuacct:/job\n0::/", ["cpu,cpuacct/job", "cpu,cpuacct", ""]),
+        ("1:cpu,cpuacct:/not/seen/from/here", ["cpu,cpuacct"]),
+        ("", []),
+    ],
+)
+def test_the_control_groups_of_both_kinds_of_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: str, accounts: list[str]
+) -> None:
+    for group in ("", "user.slice", "user.slice/job", "cpu,cpuacct", "cpu,cpuacct/job", "memory/elsewhere"):
+        (tmp_path / "groups" / group).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "groups" / group / "cpu.stat").touch()
+    (tmp_path / "own").write_text(lines)
+    monkeypatch.setattr(waiting, "OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(waiting, "GROUPS", tmp_path / "groups")
+    assert waiting.throttling_accounts() == [tmp_path / "groups" / name / "cpu.stat" for name in accounts]
+
+
+@pytest.fixture
+def untold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that counts nobody's waiting."""
+    for name in ("THREADS", "OWN_GROUPS", "GROUPS"):
+        monkeypatch.setattr(waiting, name, tmp_path / "nothing")
+
+
+def test_where_the_kernel_tells_nothing_nobody_waited(untold: None) -> None:
+    since = waiting.Waiting()
+    assert since.longest_s() == since.summed_s() == 0.0
+
+
+def test_only_the_stages_that_are_asked_for_are_measured(tmp_path: Path) -> None:
+    for stages in (("matmul",), ("disk", "bandwidth")):
+        timings, problems = check_alone(Small(), tmp_path, 1, stages)  # type: ignore[arg-type]
+        assert not problems and {timing.stage for timing in timings} == set(stages)
+
+
+def test_work_is_repeated_in_blocks(untold: None) -> None:
+    # Untold: work that sleeps would be held to have waited for as long as any other thread of the tests' process did.
     runs = []
     timing = measure("matmul", lambda: runs.append(time.sleep(0.003)))
     assert len(runs) == 1 + BLOCKS and timing.best_s >= 0.003
@@ -136,6 +266,34 @@ def test_memory_as_the_kernel_tells_it() -> None:
 def test_a_plug_in_that_is_not_there_is_refused_with_the_names_of_those_that_are() -> None:
     with pytest.raises(UsageError, match=r"no plug-in of this name, only .*cuda, npu, xpu, mps, cpu"):
         registry.load("abacus")
+
+
+@pytest.mark.parametrize(
+    ("rows", "sentence"),
+    [
+        ("FaultRule(fault='abacus-jammed', text='(['),", r"row 1 .* key text: '\(\[' is no regular expression"),
+        ("FaultRule(fault='abacus-jammed'),", "row 1 .* a rule needs at least one of"),
+        ("'abacus-jammed',", "no rows of FaultRule: Expected `object`, got `str`"),
+    ],
+)
+def test_a_plug_in_with_faults_that_cannot_be_meant_is_refused_by_name_and_no_reason_not_to_start(
+    rows: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "abacus.py").write_text(
+        "from holdfast.checks.accelerators.base import Accelerator, FaultRule\n"
+        "class Abacus(Accelerator):\n"
+        f"    name, faults = 'abacus', ({rows})\n"
+        "    def is_present(self): return True\n"
+    )
+    about = tmp_path / "abacus-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: abacus\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[holdfast.accelerators]\nabacus = abacus:Abacus\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "abacus", raising=False)
+    with pytest.raises(UsageError, match=f"--accelerator abacus: .*{sentence}"):
+        registry.load("abacus")
+    assert "abacus" not in [kind.name for kind in registry.present()]
 
 
 def test_without_any_accelerator_the_processor_is_found() -> None:

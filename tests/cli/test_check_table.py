@@ -8,7 +8,7 @@ import sys
 from rich.console import Console, Group
 
 from holdfast.cli.check_table import check_table
-from holdfast.core.health import LinkVerdict, Measured, NodeVerdict, Norm, Problem
+from holdfast.core.health.findings import LinkVerdict, Measured, NodeVerdict, Norm, Problem
 from holdfast.core.records import NodesChecked
 from holdfast.core.sentences import measured_sentence, sentence
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli.app import run_app
-from holdfast.core.reputation import Kind, NodeEvent
+from holdfast.core.health.reputation import Kind, NodeEvent
 from holdfast.journal import BOOK_NAME, NodeBook
 
 
@@ -35,10 +35,20 @@ def test_cordon_and_uncordon(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert run(capsys, tmp_path, "uncordon", "gpu-17", "--why", "fan replaced")[0] == 0
     (one,) = json.loads(run(capsys, tmp_path, "ls", "-o", "json")[1])
     assert one["grade"] == "probation" and one["mark"] is None
+    assert one["why"].startswith("it was let back "), "it never had a fault"
     code, _, said = run(capsys, tmp_path, "uncordon", "gpu-17")
     assert code == 1 and "neither cordoned nor banned" in said
     lines = run(capsys, tmp_path, "history", "gpu-17")[1].splitlines()
     assert len(lines) == 2 and "its fan is loud" in lines[0] and "fan replaced" in lines[1]
+
+
+@pytest.mark.parametrize("name", ["", " ", "gpu 17", "gpu\n17", "\x1b[31m", "g" * 256])
+def test_a_name_that_no_machine_can_have_is_refused(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, said = run(capsys, tmp_path, "cordon", name)
+    assert code == 1 and "no machine is called" in said
+    assert json.loads(run(capsys, tmp_path, "ls", "-o", "json")[1]) == []
 
 
 def test_the_doubtful_come_first_and_a_lemon_is_let_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

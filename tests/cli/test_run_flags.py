@@ -499,6 +499,9 @@ REFUSALS = {
     "--signals-to-handle ''": ("--signals-to-handle : there is no signal '', give names such as SIGTERM,SIGUSR1"),
     "--signals-to-handle SIGKILL": "--signals-to-handle SIGKILL: no process can handle SIGKILL, leave it out",
     "--preload a-b": ("--preload a-b: give module names with commas between, as in numpy,transformers.models"),
+    "--preload none,numpy": (
+        "--preload none,numpy: none means that nothing is imported ahead: give it alone, or leave it out"
+    ),
     "--node-id ../x": (
         "--node-id ../x: give 1 to 128 letters, digits, dots, dashes, colons or underscores,"
         " with a letter or digit first"

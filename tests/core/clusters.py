@@ -8,11 +8,12 @@ or a whole measurement, is disturbed. A node's connection is as slow as the slow
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from holdfast.core.health import ALONE, PAIRED, CheckResult, LinkVerdict, NodeVerdict, Problem, Stage, Timing
-from holdfast.core.tournament import next_round
-from holdfast.core.verdicts import Evidence, Pair, judge
+from holdfast.core.health.findings import ALONE, PAIRED, CheckResult, LinkVerdict, NodeVerdict, Problem, Stage, Timing
+from holdfast.core.health.tournament import next_round
+from holdfast.core.health.verdicts import Evidence, Pair, judge
 
 BASE_S: dict[Stage, float] = {
     "matmul": 0.006,
@@ -56,14 +57,14 @@ class Cluster:
             if step is None:
                 return judge(evidence)
             for node in step.alone:
-                evidence.alone.setdefault(node, []).append(self._alone(node))
+                evidence.alone.setdefault(node, []).append(self._alone(node, step.stages or ALONE))
             for pair in step.pairs:
                 evidence.pairs.setdefault(pair, []).append(self._paired(pair))
         raise AssertionError("the tournament does not come to an end")
 
-    def _alone(self, node: str) -> CheckResult:
+    def _alone(self, node: str, stages: Sequence[Stage]) -> CheckResult:
         problems = (Problem("matmul", "wrong-result", "the product is wrong", 0),) if node in self.wrong else ()
-        return CheckResult(timings=tuple(self._timing(s, self._factor(node, s)) for s in ALONE), problems=problems)
+        return CheckResult(timings=tuple(self._timing(s, self._factor(node, s)) for s in stages), problems=problems)
 
     def _paired(self, pair: Pair) -> CheckResult:
         link = self.slow_links.get(pair, 1.0)

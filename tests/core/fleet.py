@@ -29,11 +29,10 @@ from holdfast.core import orders as o
 from holdfast.core.conclude import next_deadline
 from holdfast.core.copies import Holder, Layout, lack
 from holdfast.core.decide import decide
-from holdfast.core.fault_table import typed
 from holdfast.core.faults import Exited, NotStarted
-from holdfast.core.health import ALONE, PAIRED, CheckResult, CheckTask, Problem, Timing
+from holdfast.core.health.findings import ALONE, PAIRED, CheckResult, CheckTask, Problem, Timing
+from holdfast.core.health.reputation import Repute
 from holdfast.core.ladder import Strategy
-from holdfast.core.reputation import Repute
 from holdfast.core.state import Awaited, Gathering
 
 GOOD = Repute()
@@ -66,6 +65,8 @@ class Agent:
     """Those whose step failed in it."""
     holds: dict[int, Holder] = field(default_factory=dict)
     """By local rank: what it has of the state."""
+    former: dict[int, Holder] = field(default_factory=dict)
+    """The same under the cut before, kept until a step is committed under the new one."""
     joined: int = 0
     committed: int = 0
     """The last view its workers came into, and committed a step in."""
@@ -178,7 +179,7 @@ class Fleet:
 
     def _stop(self, agent: Agent) -> None:
         agent.serve, agent.parked, agent.wanted = None, 0, 0
-        for workers in (agent.running, agent.dead, agent.held, agent.holds):
+        for workers in (agent.running, agent.dead, agent.held, agent.holds, agent.former):
             workers.clear()
 
     # --- reports
@@ -208,14 +209,13 @@ class Fleet:
         event = self.world.failed(
             agent.node_id, local_rank, view=agent.serve.view, life=agent.life, collateral=collateral, end=Exited(code)
         )
-        if code != 1:
-            event = msgspec.structs.replace(event, failure=typed(event.failure))
         self._report(agent, event)
 
     def _end_worker(self, agent: Agent, local_rank: int) -> None:
         agent.running.discard(local_rank)
         agent.held.discard(local_rank)
         agent.holds.pop(local_rank, None)
+        agent.former.pop(local_rank, None)
 
     def worker_succeeds(self, agent: Agent, local_rank: int) -> None:
         assert agent.serve is not None
@@ -274,6 +274,7 @@ class Fleet:
             free = iter([seat for seat in range(order.workers) if seat not in living])
             moves = {seat: seat if seat < order.workers else next(free) for seat in living}
         agent.holds = {moves[seat]: holder for seat, holder in agent.holds.items() if seat in moves}
+        agent.former = {moves[seat]: holder for seat, holder in agent.former.items() if seat in moves}
         agent.running = set(range(order.workers))
         agent.dead, agent.held = set(), set()
         new = sorted(agent.running - set(moves.values()))
@@ -374,7 +375,7 @@ class Fleet:
         return bool(echoes)
 
     def _join(self, agents: list[Agent], serve: o.Serve) -> bool:
-        if serve.kept and lack(holder for a in agents for holder in a.holds.values()):
+        if serve.kept and lack(holder for a in agents for holder in (*a.holds.values(), *a.former.values())):
             return False  # they wait for a state that nobody has
         info = self.world.session
         assert info is not None
@@ -389,6 +390,8 @@ class Fleet:
             assert agent.serve is not None
             for seat in agent.running:
                 had = agent.holds.get(seat)
+                if had and had.layout != layout and not had.fresh:
+                    agent.former[seat] = had
                 fresh = had is None or had.layout != layout or had.fresh
                 rank = agent.serve.first_rank + seat
                 agent.holds[seat] = Holder(view=serve.view, rank=rank, layout=layout, fresh=fresh)
@@ -401,6 +404,7 @@ class Fleet:
         for agent in late:
             agent.committed = serve.view
             agent.holds = {i: msgspec.structs.replace(h, fresh=False) for i, h in agent.holds.items()}
+            agent.former.clear()
             self._report(agent, self.world.committed(agent.node_id, view=serve.view, life=agent.life))
         return bool(late)
 

@@ -14,8 +14,8 @@ from holdfast.core.blame import doubtful_nodes
 from holdfast.core.events import SessionInfo, WorkerFailed
 from holdfast.core.fault_table import typed
 from holdfast.core.faults import Exited
+from holdfast.core.health.reputation import Grade, Repute
 from holdfast.core.ladder import FailoverStrategy, Strategy, Verdict
-from holdfast.core.reputation import Grade, Repute
 
 DRIVER, INFOROM = 201, 14
 BANNED = Repute(Grade.BANNED, "it keeps failing")
@@ -99,6 +99,18 @@ def test_what_a_fault_forbids_is_not_tried() -> None:
     assert world.finished and "a restart would not help (script-broken)" in world.finished.why
 
 
+@pytest.mark.parametrize(("restarts", "strategy"), [(1, Strategy.RESTART), (0, Strategy.EXIT)])
+def test_replicas_that_differ_without_a_majority_start_anew_whichever_is_heard_first(
+    restarts: int, strategy: Strategy
+) -> None:
+    text = "before step 12 the parameters of ranks 0-1 differ, and none of them has a majority"
+    for late in (False, True):
+        world = World(nodes=(2, 2), session=SessionInfo(), restarts=restarts).train("a", "b")
+        both = [fails(world, node_id, exception="CorruptionError", message=text) for node_id in ("a", "b")]
+        world.do(*(both[:1] if late else both))
+        assert decided(world) == [strategy]
+
+
 # --- a node's
 
 
@@ -143,7 +155,7 @@ def test_not_more_than_the_limit_within_a_day() -> None:
 def test_the_monitor_may_blame_a_node_or_pardon_it() -> None:
     world = World(nodes=(1, 2), restarts=1).run("a", "b")
     world.do(fails(world, "b", 3, verdict=Verdict.CORDON))
-    assert cordoned(world) == [("b", True)]
+    assert cordoned(world) == [("b", True)] and world.job.restarts_used == 0
     world = World(nodes=(1, 2), restarts=1).run("a", "b")
     world.do(fails(world, "b", INFOROM, verdict=Verdict.PARDON))
     assert not cordoned(world) and world.job.restarts_used == 1

@@ -5,83 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import msgspec
 import pytest
 
+from core.clinic import WRONG, Clinic, clinic
 from core.world import START, World, only, tags
-from holdfast.core import orders as o
 from holdfast.core import records as r
-from holdfast.core.checkup import ALONE_TIMEOUT_S, EXIT_UNFIT, PAIR_TIMEOUT_S
 from holdfast.core.faults import Exited, Signalled
-from holdfast.core.health import ALONE, PAIRED, CheckResult, CheckTask, Problem, Timing
+from holdfast.core.health.checkup import ALONE_TIMEOUT_S, EXIT_UNFIT, PAIR_TIMEOUT_S
+from holdfast.core.health.findings import ALONE, PAIRED, CheckResult, CheckTask
 from holdfast.core.state import Awaited, Fit, LeftOut, Slow, Unfit
 
-WRONG = (Problem("matmul", "wrong-result", "the product is wrong", 0),)
-PIECE_S = 0.01
 SEGFAULT = Signalled(11, "SIGSEGV")
-
-
-class Clinic(World):
-    """A world whose nodes do what they are told in a check: `times` as slow as others, or with a wrong result."""
-
-    def __init__(self, *, nodes: tuple[int, int], **settings: Any) -> None:
-        super().__init__(nodes=nodes, node_check=True, **settings)
-        self.times: dict[str, float] = {}
-        self.links: dict[frozenset[str], float] = {}
-        self.wrong: set[str] = set()
-        self.mute: set[str] = set()
-        """Nodes that never answer."""
-        self.answered: set[tuple[str, str, int]] = set()
-        self.tasks: list[tuple[str, CheckTask]] = []
-
-    def open_tasks(self) -> list[tuple[str, CheckTask]]:
-        found = []
-        for node_id in self.lives:
-            order = self.told.get(self.life(node_id))
-            task = order.check if isinstance(order, o.Hold) and node_id not in self.mute else None
-            if task and (self.life(node_id), task.checkup, task.round) not in self.answered:
-                found.append((node_id, task))
-        return found
-
-    def play(self) -> list[r.Record]:
-        """Until nobody has anything to do."""
-        happened: list[r.Record] = []
-        while tasks := self.open_tasks():
-            for node_id, task in tasks:
-                self.tasks.append((node_id, task))
-                self.answered.add((self.life(node_id), task.checkup, task.round))
-                happened += self.do(self.examined(node_id, self.result(node_id, task))).records
-        return happened
-
-    def result(self, node_id: str, task: CheckTask) -> CheckResult:
-        if task.kind == "pair":
-            link = self.links.get(frozenset((node_id, task.partner)), 1.0)
-            if link == float("inf"):
-                return CheckResult(problems=(Problem("all-reduce", "check-failed", "no route"),))
-            times = max(self.times.get(node_id, 1.0), self.times.get(task.partner, 1.0)) * link
-            return CheckResult(timings=tuple(Timing(stage, times * PIECE_S, 0.001) for stage in PAIRED))
-        if task.kind == "ready":
-            return CheckResult(store_port=29_900)
-        timings = tuple(Timing(stage, self.times.get(node_id, 1.0) * PIECE_S, 0.001) for stage in ALONE)
-        return CheckResult(timings=timings, problems=WRONG if node_id in self.wrong else (), store_port=29_900)
-
-    def come(self, *node_ids: str, **info: Any) -> list[r.Record]:
-        """They join, and what follows is played to its end."""
-        happened = self.do(*(self.hello(node_id, **info) for node_id in node_ids)).records
-        happened += self.play()
-        happened += self.wait(self.settings.settle_s)
-        return happened + self.play()
-
-    def health(self) -> dict[str, type]:
-        return {node_id: type(node.health) for node_id, node in self.job.nodes.items()}
-
-    def checked(self) -> list[r.NodesChecked]:
-        return [record for record in self.history if isinstance(record, r.NodesChecked)]
-
-
-def clinic(least: int, most: int = 0, *, times: Mapping[str, float] | None = None, **settings: Any) -> Clinic:
-    made = Clinic(nodes=(least, most or least), **settings)
-    made.times = dict(times or {})
-    return made
 
 
 def kinds(tasks: Iterable[tuple[str, CheckTask]]) -> list[str]:
@@ -102,10 +37,74 @@ def test_nodes_are_checked_before_the_first_view() -> None:
 
 def test_nodes_of_one_machine_are_examined_one_after_the_other() -> None:
     world = clinic(3)
-    world.do(*(world.hello(node_id, machine_id="same") for node_id in "abc"))
+    world.do(*(world.hello(node_id, boot_id="same") for node_id in "abc"))  # with names of their own, as containers
     assert [node_id for node_id, _ in world.open_tasks()] == ["a"]
     world.play()
     assert world.serving
+
+
+def busy_while(world: Clinic, shares: Mapping[str, list[float]], **info: Any) -> r.NodesChecked:
+    """A check during which others had the processors for shares of the times; the work itself takes as long on all."""
+
+    def result(node_id: str, task: CheckTask) -> CheckResult:
+        plain = Clinic.result(world, node_id, task)
+        if task.kind != "alone":
+            return plain
+        share = shares[node_id].pop(0)
+        return msgspec.structs.replace(plain, timings=tuple(replace(t, waited=share) for t in plain.timings))
+
+    replace = msgspec.structs.replace
+    world.result = result  # type: ignore[method-assign]
+    world.come("a", "b", "c", **info)
+    return only(world.history, r.NodesChecked)
+
+
+def test_nodes_of_one_machine_are_not_told_apart_by_what_others_did_on_it_meanwhile() -> None:
+    record = busy_while(clinic(3), {"a": [0.0], "b": [0.6], "c": [0.3]}, boot_id="same")
+    assert [verdict.fitness for verdict in record.nodes] == ["fit"] * 3
+
+
+def test_a_machine_that_others_use_all_the_time_is_slow() -> None:
+    record = busy_while(clinic(3), {"a": [0.0] * 3, "b": [0.6, 0.5, 0.5], "c": [0.0] * 3})
+    assert [verdict.fitness for verdict in record.nodes] == ["fit", "slow", "fit"]
+    assert "2.00 times the expected" in record.nodes[1].why, "by its best moment"
+
+
+def test_a_machine_that_others_used_for_a_moment_is_not() -> None:
+    record = busy_while(clinic(3), {"a": [0.0] * 3, "b": [0.6, 0.0], "c": [0.0] * 3})
+    assert [verdict.fitness for verdict in record.nodes] == ["fit"] * 3
+
+
+def test_what_has_become_slow_for_all_is_nobodys_fault() -> None:
+    world = clinic(3)
+    rounds: list[tuple[int, str]] = []
+
+    def result(node_id: str, task: CheckTask) -> CheckResult:
+        rounds.append((task.round, node_id))
+        world.times = dict.fromkeys("abc", 1.0 if task.round < 2 else 1.8)
+        return Clinic.result(world, node_id, task)
+
+    world.result = result  # type: ignore[method-assign]
+    world.come("a", "b", "c", boot_id="same")  # the machine becomes slower when c's turn comes
+    record = only(world.history, r.NodesChecked)
+    assert rounds[:5] == [(0, "a"), (1, "b"), (2, "c"), (3, "a"), (4, "c")], "again, after one that was well"
+    assert not [verdict.node_id for verdict in record.nodes if verdict.fitness != "fit"] and not record.links
+
+
+def test_pairs_whose_ends_waited_for_others_are_not_called_slow_for_it() -> None:
+    world = clinic(3)
+    world.links = {frozenset("bc"): 3.0}
+    plain = world.result
+
+    def result(node_id: str, task: CheckTask) -> CheckResult:
+        found = plain(node_id, task)
+        waited = 0.35 if {node_id, task.partner} == {"b", "c"} else 0.0  # on each side
+        timings = (msgspec.structs.replace(t, waited=waited) for t in found.timings)
+        return msgspec.structs.replace(found, timings=tuple(timings))
+
+    world.result = result  # type: ignore[method-assign]
+    world.come("a", "b", "c")
+    assert not only(world.history, r.NodesChecked).links
 
 
 def test_without_the_flag_nothing_is_checked() -> None:
@@ -140,6 +139,50 @@ def test_a_job_that_lacks_nodes_says_which_failed_their_check() -> None:
     world.wait(world.settings.join_timeout_s)
     assert world.finished
     assert "failed their check: b (matmul check: device 0: the product is wrong)" in world.finished.why
+
+
+@pytest.mark.parametrize(
+    ("kinds", "odd"),
+    [
+        ({"a": "cpu"}, ["a"]),
+        ({"c": "xpu"}, ["c"]),
+        ({"a": "cpu", "b": "cpu", "c": "cpu"}, []),
+        ({"a": "cpu", "b": "cpu"}, ["c"]),
+    ],
+)
+@pytest.mark.parametrize("times", [0.1, 10.0])
+def test_who_has_another_processor_is_named_for_that_and_not_for_its_speed(
+    kinds: dict[str, str], odd: list[str], times: float
+) -> None:
+    world = clinic(3, times=dict.fromkeys(kinds, times) if len(kinds) < 3 else {}, check_only=True)
+    world.kinds = kinds
+    world.come("a", "b", "c")
+    verdicts = {verdict.node_id: verdict for verdict in world.checked()[0].nodes}
+    assert [node_id for node_id, verdict in verdicts.items() if verdict.fitness != "fit"] == odd
+    assert all("device check: it is checked as" in verdicts[node_id].why for node_id in odd)
+
+
+def test_of_two_nodes_the_one_with_nothing_but_a_cpu_is_the_exception() -> None:
+    for cpu in ("a", "b"):
+        world = clinic(2, check_only=True)
+        world.kinds = {cpu: "cpu"}
+        world.come("a", "b")
+        assert world.finished and world.finished.why == f"bad nodes: {cpu}"
+
+
+def test_a_newcomer_with_another_processor_is_compared_with_the_check_before() -> None:
+    world = clinic(1, 2)
+    world.kinds = {"b": "cpu"}
+    world.come("a")
+    world.come("b")
+    assert world.health() == {"a": Fit, "b": Unfit} and world.members == ["a"]
+
+
+def test_a_node_that_came_and_was_not_yet_checked_is_counted_among_those_that_came() -> None:
+    world = clinic(2)
+    world.come("a")
+    world.wait(world.settings.join_timeout_s)
+    assert world.finished and "for 2 nodes, 1 came" in world.finished.why
 
 
 def test_a_slow_node_takes_part_unless_stragglers_are_to_be_left_out() -> None:

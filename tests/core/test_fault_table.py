@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from holdfast.core.fault_rows import FAULT_RULES, FAULT_TYPES
-from holdfast.core.fault_table import BUILT_IN, classify, read_fault_table, signal_of, with_accelerator, with_rules
+from holdfast.core.fault_table import (
+    BUILT_IN,
+    classify,
+    read_fault_table,
+    signal_of,
+    with_accelerator,
+    with_detected,
+    with_rules,
+)
 from holdfast.core.fault_types import Blame, FaultRule, Severity
 from holdfast.core.faults import End, Exited, Failure, NotStarted, OutOfMemory, Signalled
 from holdfast.core.ladder import Strategy
@@ -111,6 +119,43 @@ def test_a_name_that_only_an_accelerator_knows_means_hardware() -> None:
     assert (lost.name, lost.severity) == ("xxxx-memory-error", Severity.CRITICAL)
 
 
+def test_a_table_that_was_merely_found_adds_and_takes_nothing_away() -> None:
+    rules = [
+        FaultRule(fault="xxxx-driver-error", code=201),
+        FaultRule(fault="xxxx-lost", code=77),
+        FaultRule(fault="xxxx-machine-check", signal="SIGILL"),
+        FaultRule(fault="xxxx-memory-error", signal="SIGBUS", text="hardware memory error"),
+        FaultRule(fault="xxxx-driver-error", exception="xxxx.OutOfMemoryError"),
+        FaultRule(fault="xxxx-driver-error", exception="XxxxError"),
+        FaultRule(fault="xxxx-lost", text="X is lost"),
+    ]
+    failures = {
+        "exit 201": failure(Exited(201)),
+        "exit 77": failure(Exited(77)),
+        "SIGILL": failure(Signalled(4, "SIGILL")),
+        "SIGBUS": failure(Signalled(7, "SIGBUS")),
+        "SIGBUS and why": failure(Signalled(7, "SIGBUS"), "", "", "kernel: hardware memory error"),
+        "memory": failure(ONE, "torch.OutOfMemoryError"),
+        "raised": failure(ONE, "xxxx.XxxxError"),
+        "said": failure(ONE, "", "", "X is lost"),
+    }
+    found, named = with_detected(BUILT_IN, rules), with_accelerator(BUILT_IN, rules)
+    assert {what: classify(one, found).name for what, one in failures.items()} == {
+        "exit 201": "driver-error",
+        "exit 77": "xxxx-lost",
+        "SIGILL": "crashed",
+        "SIGBUS": "bus-error",
+        "SIGBUS and why": "xxxx-memory-error",
+        "memory": "device-out-of-memory",
+        "raised": "xxxx-driver-error",
+        "said": "xxxx-lost",
+    }
+    assert [classify(failures[what], named).name for what in ("exit 201", "SIGILL")] == [
+        "xxxx-driver-error",
+        "xxxx-machine-check",
+    ], "whoever names it means it"
+
+
 def test_all_that_a_rule_names_must_be_so() -> None:
     rule = FaultRule(fault="device-lost", signal="SIGABRT", text="fell off the bus")
     table = with_rules(BUILT_IN, [rule])
@@ -169,7 +214,14 @@ def test_a_users_file_may_bring_kinds_of_its_own() -> None:
         ('[[rule]]\nfault = "killed"\ncode = 0\n', "line 3: key code: 0 is no exit code of a failure"),
         ('[[rule]]\nfault = "killed"\nsignal = "SIGFOO"\n', "line 3: key signal: there is no signal 'SIGFOO'"),
         ('[[rule]]\nfault = "killed"\ntext = "(pid"\n', "line 3: key text: '(pid' is no regular expression"),
-        (LICENCE.replace("platform", "me"), "line 4, key blame: Invalid enum value 'me'"),
+        ('[[rule]]\nfault = "killed"\ncode = 3\nsignal = "SIGKILL"\n', "line 4: key signal: who exits with code 3"),
+        (
+            '[[rule]]\nfault = "killed"\ncode = 3\n[[rule]]\nfault = "exited"\ncode = 3\n',
+            "line 4: a rule above has the same signs, and means 'killed'",
+        ),
+        (LICENCE + LICENCE.partition("[[rule]]")[0], "there is a fault 'licence-server' above"),
+        (LICENCE.replace('"licence-server"', '""'), "line 3: key name: a fault needs a name"),
+        (LICENCE.replace("platform", "me"), "line 4, key blame: Invalid enum value 'me', there are user code, process"),
         (LICENCE.replace("recover-in", "cover-in"), "line 7, key forbids: Invalid enum value"),
         (LICENCE.replace("meaning", "#"), "line 2: Object missing required field `meaning`"),
     ],

@@ -7,8 +7,13 @@ import pytest
 from holdfast.core.kept import KeptImage, Safety, safety, whole_at_least
 
 
-def images(*steps: int, part: int = 0, shards: int = 1, shares: int = 2, view: int = 1, replica: bool = False):
-    return tuple(KeptImage(step, part, shards, shares, view, replica) for step in steps)
+def images(*steps: int, part: int = 0, shards: int = 1, shares: int = 2, view: int = 1, replica=False, pieces=1):
+    return tuple(KeptImage(step, part, shards, shares, view, replica, pieces) for step in steps)
+
+
+def piece(*steps: int, part: int, of: int = 2):
+    """What one of a parity group says of an image that another has made."""
+    return images(*steps, part=part, shares=3, replica=True, pieces=of)
 
 
 CASES = {
@@ -26,7 +31,12 @@ CASES = {
     "shards and shares": ([i for p in range(4) for i in images(5, part=p, shards=2)], 5),
     "shards and shares, one missing": ([i for p in range(3) for i in images(5, part=p, shards=2)], -1),
     "a replica of the same step": ([*images(40, 41), *images(40, part=1, replica=True)], 40),
-    "a replica that is behind": ([*images(40, 41), *images(30, part=1, replica=True)], -1),
+    "a replica that was told of earlier": ([*images(40, 41), *images(30, part=1, replica=True)], 30),
+    "parity of it on all others": (
+        [*images(8, 9, shares=3), *images(8, 9, part=1, shares=3), *piece(8, part=2), *piece(8, 9, part=2)],
+        8,
+    ),
+    "parity on one of two": ([*images(8, 9, shares=3), *images(8, 9, part=1, shares=3), *piece(8, part=2)], -1),
     "a replica beside its seat": ([*images(9), *images(9, part=1), *images(8, part=1, replica=True)], 9),
 }
 
@@ -49,5 +59,10 @@ def test_what_survives_what() -> None:
     assert safety(copied, 5) == Safety(9, 8, 5)
     one_way = {"a": (*images(8), *images(8, part=1, replica=True)), "b": images(8, part=1)}
     assert safety(one_way, -1) == Safety(8, -1, -1), "part 0 is lost with node a"
+    own = {name: images(8, 9, part=part, shares=3) for part, name in enumerate("abc")}
+    others = {"a": (1, 2), "b": (0, 2), "c": (0, 1)}
+    parity = {n: (*own[n], *(p for part in others[n] for p in piece(8, part=part))) for n in "abc"}
+    assert safety(parity, -1) == Safety(9, 8, -1)
+    assert safety({**parity, "c": own["c"]}, -1) == Safety(9, -1, -1), "c's piece of what a and b have is missing"
     twice_on_one_node = {"a": (*images(8), *images(8, part=1), *images(8, part=1, view=1))}
     assert safety(twice_on_one_node, -1) == Safety(8, -1, -1)

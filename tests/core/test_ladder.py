@@ -54,6 +54,11 @@ def cut_links(world: World) -> None:
     world.do(*(world.stumbled(n, i) for n in "ab" for i in range(2)))
 
 
+def cut_links_for_good(world: World) -> None:
+    cut_links(world)
+    world.wait(world.settings.collect_window_s)
+
+
 def error(world: World) -> None:
     world.do(world.stumbled("b", 1, error="OSError"))
 
@@ -104,7 +109,7 @@ CASES: dict[str, tuple[Callable[[World], None], str, Strategy, tuple[int, ...]]]
     ),
     "a node lost, not elastic": (a_node_dies, "-elastic-training", Strategy.DUMP, (2,)),
     "a node lost, in place only": (a_node_dies, "recover-in-place", Strategy.EXIT, (2, 2)),
-    "links cut, no retry": (cut_links, "-retry", Strategy.DUMP, (2, 2)),
+    "links cut, no retry": (cut_links_for_good, "-retry", Strategy.DUMP, (2, 2)),
 }
 
 
@@ -167,6 +172,16 @@ def test_a_node_that_takes_over_has_the_very_ranks() -> None:
     world.do(world.hello("c", requested_rank=1))
     lose(world, "a")
     assert world.members == ["c", "b"] and [m.first_rank for m in view(world).members] == [0, 2]
+
+
+def test_a_node_that_comes_back_while_another_is_lost_has_its_own_ranks_again() -> None:
+    world = World(nodes=(1, 3), session=DDP, restarts=0).train("a", "b", "c")
+    world.do(world.broke("a"))
+    old = world.life("b")
+    world.next_life("b")
+    world.do(world.hello("b", dead_lives=[old], parked=1), world.hello("d"))
+    world.wait(0.3)
+    assert view(world).kept and world.members == ["d", "b", "c"]
 
 
 def test_a_lost_node_and_a_death_elsewhere_are_repaired_together() -> None:
@@ -243,7 +258,7 @@ def test_links_that_break_again_and_again_are_retried_so_many_times() -> None:
         cut_links(world)
         assert decided(world).strategy is Strategy.RETRY
         world.settle_all()
-    cut_links(world)
+    cut_links_for_good(world)
     assert decided(world).strategy is Strategy.DUMP
 
 
@@ -403,6 +418,16 @@ def test_living_workers_close_up_and_are_still_known() -> None:
     assert [h.rank for h in world.job.crew["a"] if h] == [3]
 
 
+def test_the_late_success_of_a_worker_that_was_ended_for_hanging_is_no_news_of_the_others() -> None:
+    world = World(nodes=(1, 1), workers=2, session=DDP, recovery=(Strategy.ELASTIC_TRAINING,)).train("a")
+    world.do(world.stalled("a", 5, 6))
+    assert view(world).world_size == 1 and view(world).replaced == (("a", 0),)
+    assert world.do(world.succeeded("a", 0, view=1)).records == []
+    assert [h.rank for h in world.job.crew["a"] if h] == [1], "the other is still counted on"
+    only(world.do(world.succeeded("a", 1, view=1)).records, r.WorkerDone)
+    assert world.job.crew["a"] == (None,)
+
+
 def test_a_stumble_of_an_older_view_says_nothing() -> None:
     world = training()
     kill(world, "b")
@@ -418,6 +443,31 @@ def test_echoes_wait_for_the_cause() -> None:
     assert world.job.incident and view(world).number == 1
     kill(world, "b", 1)
     assert decided(world).strategy is Strategy.RECOVER_IN_PLACE and "rank 3" in decided(world).cause
+
+
+@pytest.mark.parametrize("recovery", ["-retry", "recover-in-place,exit"])
+def test_where_no_step_is_tried_again_echoes_of_all_wait_for_the_cause_too(recovery: str) -> None:
+    world = training(recovery=allowed(recovery))
+    cut_links(world)
+    assert world.job.incident and not world.finished and view(world).number == 1, "somebody may still say why"
+    world.wait(world.settings.collect_window_s / 2)
+    kill(world, "b", 1)
+    assert decided(world).strategy is Strategy.RECOVER_IN_PLACE and "rank 3" in decided(world).cause
+
+
+def test_a_node_that_is_lost_after_all_have_left_the_step_is_the_cause() -> None:
+    world = training(recovery=allowed("elastic-training"))
+    cut_links(world)
+    lose(world, "b")
+    assert decided(world).strategy is Strategy.ELASTIC_TRAINING and world.members == ["a"]
+
+
+def test_echoes_without_a_cause_end_the_job_in_time_where_no_step_is_tried_again() -> None:
+    world = training(recovery=allowed("recover-in-place"))
+    cut_links(world)
+    assert not world.finished
+    world.wait(world.settings.collect_window_s)
+    assert world.finished and "connections broke" in world.finished.why
 
 
 def test_echoes_alone_are_retried_in_time() -> None:

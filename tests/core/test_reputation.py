@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.core.fault_table import fault_of
-from holdfast.core.reputation import (
+from holdfast.core.health.reputation import (
     BAN_SCORE,
     DAY_S,
     HALF_LIFE_S,

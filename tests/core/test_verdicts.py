@@ -9,9 +9,9 @@ from itertools import pairwise
 import pytest
 
 from core.clusters import Cluster, linked, named
-from holdfast.core.health import CheckResult, Norm, Problem, Timing
-from holdfast.core.tournament import apart, disjoint, next_round, rounds
-from holdfast.core.verdicts import Evidence, judge, lower_median, norm_of
+from holdfast.core.health.findings import CheckResult, Norm, Problem, Timing
+from holdfast.core.health.tournament import apart, disjoint, next_round, rounds
+from holdfast.core.health.verdicts import Evidence, judge, lower_median, norm_of
 
 SEED = 20_260
 SIZES = (3, 4, 5, 7, 8, 16, 33)
@@ -156,9 +156,9 @@ def test_a_partner_that_is_known_to_be_well_is_not_judged() -> None:
         for node_id in (*step.alone, *step.ready):
             evidence.alone.setdefault(node_id, []).append(CheckResult())
         for pair in step.pairs:
-            evidence.pairs.setdefault(pair, []).append(CheckResult(problems=(Problem("all-reduce", "x", "x"),)))
-            if "a" not in pair:
-                evidence.pairs[pair] = [CheckResult(timings=(Timing("all-reduce", 1.0, 0.0),))]
+            failed = CheckResult(problems=(Problem("all-reduce", "x", "x"),))
+            good = CheckResult(timings=(Timing("all-reduce", 1.0, 0.0),))
+            evidence.pairs.setdefault(pair, []).append(failed if "a" in pair else good)
     assert order[0].alone == ("a",) and order[1].ready == ("b", "c")
     nodes, links = judge(evidence)
     assert [verdict.node_id for verdict in nodes] == ["a"] and nodes[0].fitness == "unfit" and not links

@@ -31,7 +31,7 @@ from holdfast.core import orders as o
 from holdfast.core import records as r
 from holdfast.core.conclude import next_deadline
 from holdfast.core.faults import End, Exited, NotStarted, OutOfMemory, Signalled, describe
-from holdfast.core.health import ALONE, PAIRED, CheckResult, Problem, Timing
+from holdfast.core.health.findings import ALONE, PAIRED, CheckResult, Problem, Timing
 from holdfast.core.ladder import Strategy
 from holdfast.core.sentences import sentence
 from holdfast.core.state import Finished, Gathering, Serving
@@ -175,7 +175,7 @@ def _hello(world: World, node_id: str, options: dict[str, str]) -> e.Hello:
         store_port=int(options["port"]) if "port" in options else None,
         workers=int(options.get("workers", world.workers)),
         requested_rank=int(options["rank"]) if "rank" in options else None,
-        boot_id=options.get("boot", "boot-1"),
+        boot_id=options.get("boot", f"boot-1-of-{node_id}"),
         pid=int(options.get("pid", "1000")),
     )
 

@@ -23,8 +23,9 @@ from holdfast.core import orders as o
 from holdfast.core import records as r
 from holdfast.core.conclude import next_deadline
 from holdfast.core.evolve import evolve
+from holdfast.core.fault_table import typed
 from holdfast.core.faults import End, Exited, Failure
-from holdfast.core.health import CheckResult
+from holdfast.core.health.findings import CheckResult
 from holdfast.core.invariants import check_all
 from holdfast.core.kept import KeptImage
 from holdfast.core.ladder import FailoverStrategy
@@ -140,8 +141,16 @@ class World:
         assert deadline is None or deadline > self.now, "a deadline that is over: the driver would spin"
         assert deadline is not None or not isinstance(self.job.phase, Gathering), "gathering without an end"
         if any(isinstance(record, r.ViewFormed) for record in done.records) and self.serving:
-            for node_id in self.members:
-                assert self.job.nodes[node_id].eligible, f"a view was formed with {node_id}, which cannot serve"
+            self._check_members()
+
+    def _check_members(self) -> None:
+        """Who is in a new view may be. Of those to be examined, only who was in the one before and works on."""
+        formed = [record.view for record in self.history if isinstance(record, r.ViewFormed)]
+        before = {(m.node_id, m.incarnation) for m in formed[-2].members} if formed[-1].kept else set()
+        for member in formed[-1].members:
+            node = self.job.nodes[member.node_id]
+            stays = (member.node_id, member.incarnation) in before and self.job.is_suspect(node)
+            assert node.eligible or stays, f"a view was formed with {member.node_id}, which cannot serve"
 
     # --- events
 
@@ -177,7 +186,7 @@ class World:
             "host": f"host-{node_id}",
             "address": f"10.0.0.{node_id}",
             "machine_id": f"machine-{node_id}",
-            "boot_id": "boot-1",
+            "boot_id": f"boot-1-of-{node_id}",
             "pid": 1000,
             "workers": self.workers,
         }
@@ -228,7 +237,7 @@ class World:
             advice=advice,
         )
         return e.WorkerFailed(
-            node_id=node_id, incarnation=life or self.life(node_id), view=self._view(view), failure=failure
+            node_id=node_id, incarnation=life or self.life(node_id), view=self._view(view), failure=typed(failure)
         )
 
     def settled(

@@ -30,8 +30,14 @@ RUN = (sys.executable, "-m", "holdfast", "run", "--log-format", "json")
 MASTER = (sys.executable, "-m", "holdfast", "master", "--log-format", "json")
 WITH_OWN_NAME = ("unshare", "--uts", "sh", "-c", 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"')
 """Execs, like `ip netns exec` before it: the process id stays that of the agent."""
+SLOW_CABLE = Path(__file__).parent / "lab" / "slow_cable.py"
 LINK = "eth0"
 """The interface of every host."""
+
+
+def why_no_delays() -> str:
+    """Why packets cannot be delayed here; empty if they can."""
+    return why_not() or ("" if os.access("/dev/net/tun", os.R_OK | os.W_OK) else "no TUN devices here")
 
 
 def why_not() -> str:
@@ -209,6 +215,21 @@ def cut_between(sender: Host, receiver: Host) -> Rule:
 def lose_between(one: Host, other: Host, share: float) -> list[Rule]:
     """Lose a share of what the two send to each other. Host.heal() undoes it."""
     return [one.net.add(Rule(sender, receiver, "DROP", share)) for sender, receiver in ((one, other), (other, one))]
+
+
+@contextlib.contextmanager
+def delay_between(one: Host, other: Host, delay_s: float) -> Iterator[None]:
+    """What the two send to each other comes later, by lab/slow_cable.py; others' packets do not."""
+    ends = (one.namespace, other.namespace, one.address, other.address)
+    cable = subprocess.Popen([sys.executable, str(SLOW_CABLE), *ends, str(delay_s)], stdout=subprocess.PIPE)
+    assert cable.stdout is not None
+    try:
+        assert cable.stdout.readline() == b"plugged in\n"
+        yield
+    finally:
+        cable.kill()
+        cable.wait()
+        cable.stdout.close()
 
 
 def reset_between(sender: Host, receiver: Host) -> Rule:

@@ -341,6 +341,8 @@ class Place:
     def start(self, *args: str, **choices: Any) -> AgentProcess:
         """An agent whose state is here. `WORK` in the environment tells steps.py where to write."""
         env = {"WORK": str(self.work), **choices.pop("env", {})}
+        if STEPS in map(str, args):
+            env.setdefault("HOLDFAST_PRELOAD", "none")  # it needs no torch, whose import is most of such a test's work
         return start_agent([str(arg) for arg in args], state_dir=self.state_dir, env=env, **choices)
 
     def torchrun(self, *args: str, **choices: Any) -> AgentProcess:

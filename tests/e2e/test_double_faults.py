@@ -39,8 +39,15 @@ FAULTS = {
 answered by the next rung."""
 
 
-@pytest.mark.parametrize("model", ["ddp", "fsdp"])
-@pytest.mark.parametrize("spares", ["0", "1"])
+@pytest.mark.parametrize(
+    ("model", "spares"),
+    [
+        ("ddp", "0"),
+        ("fsdp", "1"),
+        pytest.param("ddp", "1", marks=pytest.mark.long),
+        pytest.param("fsdp", "0", marks=pytest.mark.long),
+    ],
+)
 def test_a_second_death_in_the_middle_of_a_recovery(tmp_path: Path, model: str, spares: str) -> None:
     faults = [fault for pair in FAULTS.values() for fault in pair]
     flags = ["--spares", spares, "--replicas", "2"]
@@ -50,6 +57,7 @@ def test_a_second_death_in_the_middle_of_a_recovery(tmp_path: Path, model: str, 
     assert_recovered(run, len(faults), len(FAULTS))
 
 
+@pytest.mark.long
 def test_kills_of_workers_spares_and_masters_close_together(tmp_path: Path) -> None:
     """Several rounds in one job; each begins when the one before is over."""
     run = Run(tmp_path).start("ddp", ranks=3, steps=LONG, flags=["--spares", "1"], options=PAUSE)

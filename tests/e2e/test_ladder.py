@@ -102,7 +102,7 @@ def test_spares_take_the_ranks_and_others_take_their_place(tmp_path: Path) -> No
     assert strategies(run) == [Strategy.RECOVER] * 2
 
 
-@pytest.mark.parametrize("model", ["ddp", "fsdp"])
+@pytest.mark.parametrize("model", [pytest.param("ddp", marks=pytest.mark.long), "fsdp"])
 def test_a_spare_node_takes_the_ranks_of_a_node_that_is_lost(tmp_path: Path, model: str) -> None:
     flags = [*recovery("recover", "exit"), "--spare-nodes", "1"]
     run = fleet(tmp_path, model, "2", flags, "a", "b", "spare")
@@ -121,6 +121,7 @@ def test_a_spare_node_takes_the_ranks_of_a_node_that_is_lost(tmp_path: Path, mod
 # --- elastic-training
 
 
+@pytest.mark.long
 def test_the_world_shrinks_and_grows_back_again_and_again(tmp_path: Path) -> None:
     flags = recovery("elastic-training", "exit")
     faults = ["forward:5:1:kill", "backward:60:2:kill", "forward:100:0:kill"]
@@ -164,7 +165,7 @@ def test_a_lost_node_is_done_without_until_it_is_back(tmp_path: Path) -> None:
 # --- dump and exit
 
 
-@pytest.mark.parametrize("model", ["ddp", "fsdp"])
+@pytest.mark.parametrize("model", [pytest.param("ddp", marks=pytest.mark.long), "fsdp"])
 def test_a_dump_is_where_the_next_start_goes_on(tmp_path: Path, model: str) -> None:
     flags = [*recovery("dump", "exit"), "--checkpoint-dir", str(tmp_path / "checkpoints")]
     first = Run(tmp_path / "first").start(model, ranks=3, faults=["forward:10:1:kill"], flags=flags).finish(7)

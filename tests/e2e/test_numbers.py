@@ -37,3 +37,24 @@ def test_stop_leaves_a_checkpoint_of_the_last_good_step(tmp_path: Path) -> None:
     assert end.cause is not None and end.cause.fault is not None and end.cause.fault.name == "numeric-fault"
     assert "in step 7 the loss is inf" in end.cause.message
     assert max(int(line[0]) for line in lines(job)) == 6
+
+
+def test_what_may_be_wrong_is_neither_kept_nor_started_from_when_two_replicas_differ(tmp_path: Path) -> None:
+    job = Place(tmp_path)
+
+    def run(name: str) -> tuple[int, dict[int, set[str]]]:
+        """Its exit code, and the digests of each step."""
+        (job.work / "steps").unlink(missing_ok=True)
+        kept = ("--snapshots", "1", "--checkpoint-dir", str(tmp_path / name))
+        agent = job.start("--standalone", "--nproc-per-node", "2", *kept, NUMBERS, "skip", "20", "12", "0")
+        code = agent.wait()
+        return code, {int(step): {line[3] for line in lines(job) if line[0] == step} for step, *_ in lines(job)}
+
+    code, first = run("flipped")
+    cause = job.journal.finished().cause
+    assert code == 1 and cause is not None and cause.fault is not None and cause.fault.name == "replicas-differ"
+    code, again = run("flipped")
+    assert code == 0
+    code, undisturbed = run("undisturbed")
+    assert code == 0 and all(undisturbed[step] == again[step] for step in again)
+    assert len(first[12]) == 2 and min(again) <= 12 and max(again) == 19, "it went on from before the fault"

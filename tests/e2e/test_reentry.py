@@ -154,7 +154,9 @@ def test_a_loss_while_it_grows_back_from_another(tmp_path: Path, reference: dict
     assert_as_undisturbed(run, reference, 3)
 
 
-@pytest.mark.parametrize("point", ["rebuild", "reshard", "exchange", "agreed"])
+@pytest.mark.parametrize(
+    "point", ["reshard", "agreed", *(pytest.param(point, marks=pytest.mark.long) for point in ("rebuild", "exchange"))]
+)
 def test_a_kill_on_the_way_into_the_smaller_world(tmp_path: Path, reference: dict[str, Any], point: str) -> None:
     """Ranks 1 and 3 die, whose copies are with 2 and 0: the second of them after it was entered again, as rank 2."""
     run = Run(tmp_path).through(4, "--fault", "forward:4:1:kill", "--fault", f"{point}:4:2:kill", "--world-at", "7:4")

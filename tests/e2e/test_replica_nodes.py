@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import pytest
+
 from e2e.jobs import kill9, snapshot_dir, wait_for
 from e2e.sessions import Run, assert_same_bits, undisturbed
 from holdfast.core.ladder import Strategy
@@ -20,8 +22,9 @@ def safe_steps() -> list[int]:
     return [seat.get("whole") for seat in seats if seat.get("partners")]
 
 
-def test_a_lost_node_comes_back_from_the_memory_of_another(tmp_path: Path) -> None:
-    flags = ["--spare-nodes", "1", "--replicas", "1", "--snapshots", "1"]
+@pytest.mark.parametrize("how", [["--replicas", "1"], ["--replicas", "0", "--replica-parity", "2"]], ids=str)
+def test_a_lost_node_comes_back_from_the_memory_of_another(tmp_path: Path, how: list[str]) -> None:
+    flags = ["--spare-nodes", "1", *how, "--snapshots", "1"]
     run = Run(tmp_path)
     for name in ("a", "b", "spare"):
         run.join(name, "fsdp", nnodes="2", steps=LONG, flags=flags, options=["--pause", "0.05"])

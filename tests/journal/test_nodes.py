@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.core.reputation import Kind, Mark, NodeEvent
+from holdfast.core.health.reputation import Kind, Mark, NodeEvent
 from holdfast.errors import JournalError
 from holdfast.journal.nodes import EVENTS_KEPT_MAX, NodeBook
 from holdfast.platforms.base import open_platform
@@ -40,7 +40,7 @@ def test_several_writers_at_once(tmp_path: Path) -> None:
     code = """
 import sys
 from pathlib import Path
-from holdfast.core.reputation import Kind, NodeEvent
+from holdfast.core.health.reputation import Kind, NodeEvent
 from holdfast.journal.nodes import NodeBook
 book = NodeBook(Path(sys.argv[1]))
 for at in range(20):

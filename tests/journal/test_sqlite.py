@@ -11,7 +11,7 @@ import pytest
 from holdfast.core.records import JobCreated, TermBegan
 from holdfast.core.settings import Settings
 from holdfast.errors import JournalDamagedError, JournalError, JournalLockedError
-from holdfast.journal import SqliteJournal, read_entries, set_aside
+from holdfast.journal import SqliteJournal, is_abandoned, read_entries, set_aside
 
 
 def terms(first, last):
@@ -69,6 +69,24 @@ sys.stdin.read()
     holder.send_signal(signal.SIGKILL)
     holder.communicate()
     SqliteJournal(path).close()
+
+
+def test_a_journal_is_abandoned_when_the_agent_of_its_master_is_gone(tmp_path):
+    path = tmp_path / "journal.sqlite"
+    assert not is_abandoned(path)
+    SqliteJournal(path).close()
+    assert not is_abandoned(path), "nobody keeps it, so nobody is gone"
+    agent = subprocess.Popen(["sleep", "1000"])
+    journal = SqliteJournal(path, keeper_pid=agent.pid)
+    assert not is_abandoned(path)
+    agent.kill()
+    os.waitid(os.P_PID, agent.pid, os.WEXITED | os.WNOWAIT)
+    assert is_abandoned(path), "a zombie is gone too"
+    agent.wait()
+    assert is_abandoned(path)
+    journal.close()
+    SqliteJournal(path, keeper_pid=os.getpid()).close()
+    assert not is_abandoned(path)
 
 
 @pytest.mark.parametrize(

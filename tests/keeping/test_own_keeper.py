@@ -7,11 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 import holdfast as hf
 
-SCRIPT = Path(__file__).parent / "scripts" / "save_and_wait.py"
+SCRIPTS = Path(__file__).parent / "scripts"
+SCRIPT = SCRIPTS / "save_and_wait.py"
 
 
 def test_a_killed_process_leaves_a_checkpoint_and_no_memory(tmp_path: Path) -> None:
@@ -29,13 +31,32 @@ def test_a_killed_process_leaves_a_checkpoint_and_no_memory(tmp_path: Path) -> N
     assert hf.Checkpointer(tmp_path / "saved").load(model=model, optimizer=torch.optim.Adam(model.parameters())) == 7
 
 
+@pytest.mark.parametrize("end", ["return", "raise", "exit"])
+def test_a_script_that_ends_without_close_has_saved_all_the_same(tmp_path: Path, end: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(hf.__file__).parents[1])}
+    command = [sys.executable, str(SCRIPTS / "save_and_leave.py"), str(tmp_path), end]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == {"return": 0, "raise": 1, "exit": 3}[end], done.stderr
+    assert "holdfast" not in done.stderr.lower().replace(str(SCRIPTS).lower(), "")
+    model = torch.nn.Linear(1_000, 1_000)
+    assert hf.Checkpointer(tmp_path).load(model=model, optimizer=torch.optim.Adam(model.parameters())) == 2
+    assert float(model.bias.detach().max()) == 2.0
+
+
+def test_what_the_ranks_hold_otherwise_is_loaded_as_rank_0_had_it(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(hf.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(SCRIPTS / "two_ranks.py"), str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=100.0)
+    assert done.returncode == 0, done.stderr
+
+
 def test_more_than_there_is_is_refused_with_a_sentence(tmp_path: Path) -> None:
     from holdfast.storage.retention import parse_policy
     from holdfast.storage.stores import open_store
     from holdfast.wire.session import NeedRoom
-    from holdfast.worker.own_keeper import OwnKeeper
+    from holdfast.worker.memory.own_keeper import OwnKeeper
 
-    keeper = OwnKeeper(open_store(str(tmp_path)), parse_policy("last:1"), "run-1", lambda record, message: None)  # type: ignore[arg-type, return-value]
+    keeper = OwnKeeper(open_store(str(tmp_path)), parse_policy("last:1"), lambda record, message: None)  # type: ignore[arg-type, return-value]
     keeper.tell(NeedRoom(2**50))
     assert keeper.room is not None
     assert "no room for two copies of the state" in keeper.room.why

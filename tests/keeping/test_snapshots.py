@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.agent.vault import Vault
+from holdfast.agent.memory.vault import Vault
 from holdfast.errors import CheckpointError
 from holdfast.state.tracked import Tracked
 from holdfast.storage.image import block_checksums
 from holdfast.wire.session import HeldImage, NeedRoom, Room, Sealed
 from holdfast.wire.session import Snapshots as Settings
 from holdfast.wire.slots import ImageLock, Seat, Status, Wanted
-from holdfast.worker.recalling import Choice, Key, Offer, choose, recall
-from holdfast.worker.snapshots import Cut, Snapshots
-from holdfast.worker.talk import outside
+from holdfast.worker.collectives.talk import outside
+from holdfast.worker.memory.recalling import Choice, Key, Offer, choose, recall
+from holdfast.worker.memory.snapshots import Cut, Snapshots
 
 
 class Agent:
@@ -48,7 +48,7 @@ class Life:
         self.tracked = Tracked(model=self.model, optimizer=self.optimizer)
         self.agent = Agent(vault)
         self.snapshots = Snapshots(self.agent, self.tracked, Settings(every=every, **more))
-        self.snapshots.known_whole = known_whole
+        self.snapshots.start_from(known_whole)
         self.snapshots.enter(Cut(1, 1, 0), view, 3, first, 1)
         self.next = first
         self.states: dict[int, list[torch.Tensor]] = {}
@@ -65,8 +65,7 @@ class Life:
         self.optimizer.zero_grad()
         self.snapshots.poll()
         self.next += 1
-        if self.snapshots._moving is not None:
-            self.snapshots._moving.join()
+        self.snapshots.finish_moving()
 
     def run_to(self, step: int, **choices: bool) -> Life:
         while self.next < step:
@@ -107,6 +106,16 @@ def test_two_images_follow_each_other(vault: Vault) -> None:
     assert step == 9
     for mine, its in zip(tracked.state().tensors, life.states[9], strict=True):
         assert torch.equal(mine, its)
+    life.snapshots.close()
+
+
+@pytest.mark.parametrize(("after", "left"), [(9, [8, 9]), (8, [8]), (-1, [])])
+def test_images_of_what_may_be_wrong_are_given_up_and_others_follow(vault: Vault, after: int, left: list[int]) -> None:
+    life = Life(vault, 1).run_to(10)
+    life.snapshots.distrust(after)
+    assert steps(vault) == left and recalled(vault)[0] == max(left, default=-1)
+    life.run_to(13)
+    assert recalled(vault)[0] == 12
     life.snapshots.close()
 
 
@@ -203,9 +212,14 @@ def offer(step: int, part: int, view: int = 1, shards: int = 1, shares: int = 2)
 
 def test_the_choice() -> None:
     rows = [[offer(9, 0), offer(8, 0)], [offer(8, 1)]]
-    assert choose(rows, -1) == Choice(Key(8, 1, 2, 1), 3, 0, {0: (0, 100), 1: (1, 100)})
+    assert choose(rows, -1) == Choice(Key(8, 1, 2, 1), 3, 0, {0: (0, 100), 1: (1, 100)}, {0, 1})
     assert choose(rows, 8) is None and choose(rows, -1, [Key(8, 1, 2, 1)]) is None
     assert choose([[offer(9, 0, view=1)], [offer(9, 1, view=2)]], -1) is None, "two histories are no state"
     both = [[offer(9, 0), offer(9, 0, view=4, shares=1)], [offer(9, 1)]]
     chosen = choose(both, -1)
     assert chosen is not None and chosen.key.view == 4
+    held = [[offer(9, 0), offer(9, 1)._replace(is_guest=1)]]
+    chosen = choose(held, -1)
+    assert chosen is not None and not chosen.is_intact, "the node that has made part 1 has lost it"
+    chosen = choose([*held, [offer(9, 1)]], -1)
+    assert chosen is not None and chosen.is_intact

@@ -11,17 +11,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from core.test_checkup import Clinic
+from core.clinic import Clinic
 from core.world import World
 from holdfast import monitors
 from holdfast.cli.app import run_app
 from holdfast.core.events import Event, Hello, WorkerFailed
 from holdfast.core.fault_table import typed
 from holdfast.core.faults import Exited
-from holdfast.core.health import NodeVerdict
+from holdfast.core.health.findings import NodeVerdict
+from holdfast.core.health.reputation import DAY_S, Grade, Kind, Mark
 from holdfast.core.ladder import Verdict
 from holdfast.core.records import NodesChecked
-from holdfast.core.reputation import DAY_S, Grade, Kind, Mark
 from holdfast.errors import HoldfastError
 from holdfast.journal import NodeBook, nodes
 from holdfast.master.steward import Steward

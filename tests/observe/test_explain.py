@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from core.test_checkup import Clinic
+from core.clinic import Clinic
 from core.test_reload import keep_all, kill_all, training
 from core.world import World
 from holdfast.cli.explain import lines
@@ -16,7 +16,7 @@ from holdfast.core.diagnosis import ranks_text
 from holdfast.core.events import SessionInfo, WorkerFailed
 from holdfast.core.fault_table import typed
 from holdfast.core.faults import Exited, Signalled
-from holdfast.core.health import CheckResult, Problem
+from holdfast.core.health.findings import CheckResult, Problem
 from holdfast.core.kept import SAID_EVERY_S
 from holdfast.core.ladder import Strategy
 from holdfast.journal import Entry

@@ -12,7 +12,7 @@ import pytest
 
 CAMPAIGN = Path(__file__).parents[2] / "bench" / "kill_campaign.py"
 TIME_LIMIT_S = 110
-KILLS = {"storage": 120, "memory": 120, "persist": 40}
+KILLS = {"storage": 100, "memory": 80, "replicate": 80, "persist": 40}
 """Enough to hit every kind of moment; the seconds below bound them on a busy machine."""
 
 

@@ -6,6 +6,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -81,6 +82,20 @@ def test_a_damaged_file_is_named_and_the_one_before_is_used(tmp_path: Path) -> N
     assert path.exists()
 
 
+def test_files_of_which_none_can_be_read_are_not_taken_for_none(tmp_path: Path) -> None:
+    for epoch in (1, 2):
+        (tmp_path / f"checkpoint_epoch_{epoch}.pt").write_bytes(b"")
+    told: list[str] = []
+    with pytest.raises(CheckpointError, match=r"2 files .* none of which can be read"):
+        legacy.latest(tmp_path, on_damage=told.append)
+    assert len(told) == 2
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64, np.int64])
+def test_a_loss_may_be_a_number_of_numpy(tmp_path: Path, kind: type) -> None:
+    assert legacy.read(write(tmp_path, 1, loss=kind(2))).loss == 2.0
+
+
 class Bomb:
     def __reduce__(self) -> Any:
         return Path.touch, (Path("/tmp/holdfast-legacy-bomb"),)
@@ -112,4 +127,3 @@ def test_a_folder_without_any_has_none(tmp_path: Path) -> None:
     assert legacy.latest(tmp_path / "nothing") is None
     (tmp_path / "checkpoint_epoch_x.pt").write_bytes(b"")
     assert legacy.latest(tmp_path) is None
-    assert legacy.is_legacy(Path("a/checkpoint_epoch_10.pt"))

@@ -186,6 +186,15 @@ def test_shares_are_balanced_and_together_everything_once(shapes: list[list[int]
     assert max(weights) - min(weights) <= max(sum(weights) // shares // 8, 16) + 2 * row_bytes_max
 
 
+def test_what_is_of_one_rank_is_in_the_first_share_and_the_rest_makes_up_for_it() -> None:
+    flat = flatten([torch.zeros(shape) for shape in ((40, 100), (2_000,), (), (0, 3), (4, 100))])
+    plans = [PartPlan(flat, 3, share, first={1, 2, 3}) for share in range(3)]
+    assert all({1, 2, 3}.isdisjoint(entry.index for entry in plan.layout.entries) for plan in plans[1:])
+    sizes = [sum(entry.size_bytes for entry in plan.layout.entries) for plan in plans]
+    assert sum(sizes) == 4 * (4_000 + 2_000 + 1 + 400)
+    assert max(sizes) - min(sizes) <= sum(sizes) // 8
+
+
 def test_rows_count_on_top_of_where_a_shard_lies() -> None:
     layout = Layout((20, 3), ("S0",), (), (2,), (1,))
     flat = flatten({"w": Sharded(torch.arange(30.0).reshape(10, 3), layout)})

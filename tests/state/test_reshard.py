@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from holdfast.errors import StateError
-from holdfast.state.reshard import fetch_from, needed, reshard
+from holdfast.state.reshard import Fetch, needed, reshard
 from holdfast.state.sharded import Layout, Sharded, region
 from holdfast.state.tracked import Tracked
 from holdfast.state.tree import Flat, flatten
@@ -55,6 +55,10 @@ def shards_of(model: nn.Module, size: int) -> list[Flat]:
         flatten({"model": {name: cut(value, size, place) for name, value in model.state_dict().items()}})
         for place in range(size)
     ]
+
+
+def fetch_from(flats: list[Flat]) -> Fetch:
+    return lambda shard, index: flats[shard].tensors[index]
 
 
 def test_only_what_is_needed_is_fetched_one_at_a_time() -> None:

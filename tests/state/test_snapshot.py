@@ -1,4 +1,4 @@
-"""A snapshot is one run of bytes; a torn one is known; of a pair one is always whole."""
+"""A snapshot is one run of bytes; a torn one is known."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from holdfast.errors import StateError
-from holdfast.state.snapshot import ALIGNMENT_BYTES, Pair, Snapshot, Status, from_arena
+from holdfast.state.snapshot import ALIGNMENT_BYTES, Snapshot, Status, plan_of
 from holdfast.state.tracked import Tracked
 from holdfast.state.tree import Flat, flatten
 
@@ -66,8 +66,8 @@ def test_an_arena_is_the_state(shapes: list[Any]) -> None:
     sent = [part.clone() for part in snapshot.parts()]
     assert len(sent) <= 1
     arena = sent[0] if sent else torch.empty(0, dtype=torch.uint8)
-    received = from_arena(snapshot.skeleton, arena)
-    for mine, theirs in zip(flat.tensors, received.tensors, strict=True):
+    received = plan_of(snapshot.skeleton).views(arena)
+    for mine, theirs in zip(flat.tensors, received, strict=True):
         assert mine.dtype == theirs.dtype and mine.shape == theirs.shape
         assert mine.tolist() == theirs.tolist()
         offset = theirs.data_ptr() - arena.data_ptr()
@@ -108,7 +108,7 @@ def test_what_is_received_is_bounded_and_its_size_checked() -> None:
     with pytest.raises(StateError, match="more than the 100 allowed"):
         Snapshot().receive(skeleton, 0, bytes_max=100)
     with pytest.raises(StateError, match="400 bytes are needed"):
-        from_arena(skeleton, torch.empty(399, dtype=torch.uint8))
+        plan_of(skeleton).views(torch.empty(399, dtype=torch.uint8))
 
 
 class Torn(RuntimeError):
@@ -123,32 +123,12 @@ class Breaking(list[Any]):
         raise Torn
 
 
-def test_a_pair_has_a_whole_one_through_every_write() -> None:
-    pair = Pair()
-    assert pair.newest() is None
-    tensor = torch.zeros(4)
-    for step in range(4):
-        tensor.fill_(step)
-        taken = pair.take(flatten({"a": tensor}), step)
-        assert pair.newest() is taken and pair.at(step) is taken
+def test_a_torn_snapshot_is_not_restored_from() -> None:
+    snapshot, tensor = Snapshot(), torch.zeros(4)
+    snapshot.take(flatten({"a": tensor}), 3)
     torn = flatten({"a": tensor})
     with pytest.raises(Torn):
-        pair.take(Flat(torn.skeleton, Breaking(torn.tensors)), 4)
-    newest = pair.newest()
-    assert newest is not None and newest.step == 3 and pair.at(2) is None and pair.at(4) is None
-    assert newest.flat().tensors[0].tolist() == [3.0] * 4
-    assert pair.older().status is Status.WRITING
-    pair.take(flatten({"a": tensor.fill_(4)}), 4)
-    assert [pair.at(step) is not None for step in (3, 4)] == [True, True]
-
-
-def test_memory_may_come_from_elsewhere() -> None:
-    asked: list[int] = []
-
-    def allocate(size_bytes: int) -> torch.Tensor:
-        asked.append(size_bytes)
-        return torch.zeros(size_bytes + 100, dtype=torch.uint8)
-
-    snapshot = Snapshot(flatten([torch.ones(3)]), allocate)
-    snapshot.take(flatten([torch.ones(3)]), 1)
-    assert asked == [12] and snapshot.parts()[0].numel() == 12
+        snapshot.take(Flat(torn.skeleton, Breaking(torn.tensors)), 4)
+    assert snapshot.status is Status.WRITING
+    with pytest.raises(StateError, match="writing, not whole"):
+        snapshot.flat()

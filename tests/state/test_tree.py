@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from holdfast.errors import StateError
 from holdfast.state.sharded import Layout, Sharded
-from holdfast.state.tree import DTYPES, VERSION, describe, dotted, empty_like_skeleton, flatten, specs, unflatten
+from holdfast.state.tree import DTYPES, VERSION, describe, dotted, flatten, specs, unflatten
 
 NUMPY_DTYPES = ("<f4", ">f8", "|b1", "<i8", "<u2", "<c8", "|S3", "<U2")
 
@@ -109,7 +109,7 @@ values = st.recursive(
 def test_any_state_comes_back(value: Any) -> None:
     flat = flatten(value)
     assert same(value, unflatten(flat.skeleton, flat.tensors))
-    received = empty_like_skeleton(flat.skeleton)
+    received = [torch.empty(spec.shape, dtype=spec.dtype) for spec in specs(flat.skeleton)]
     for target, source in zip(received, flat.tensors, strict=True):
         assert target.shape == source.shape and target.dtype == source.dtype
         target.copy_(source)
@@ -186,13 +186,6 @@ def test_a_wrong_node_is_refused(node: Any) -> None:
         specs(msgspec.msgpack.encode([VERSION, node]))
 
 
-def test_what_a_skeleton_may_ask_for_is_bounded() -> None:
-    skeleton = flatten([torch.zeros(100)]).skeleton
-    assert empty_like_skeleton(skeleton, 400)[0].shape == (100,)
-    with pytest.raises(StateError, match="asks for 400 bytes"):
-        empty_like_skeleton(skeleton, 399)
-
-
 class Foo:
     pass
 
@@ -213,6 +206,12 @@ class Foo:
 def test_what_cannot_be_kept_is_named(value: Any, message: str) -> None:
     with pytest.raises(StateError, match=message):
         flatten(value)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_refused() -> None:
+    with pytest.raises(StateError, match="a is a nested cpu tensor"):
+        flatten({"a": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])})
 
 
 def test_a_state_that_contains_itself_is_refused() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import secrets
+import threading
 from pathlib import Path
 
 import pytest
@@ -75,6 +77,43 @@ def test_a_step_the_caller_has_just_written_need_not_be_read_again(
     catalogue = saved(tmp_path, [1, 2])
     monkeypatch.setattr(catalogue, "verify", lambda *_: pytest.fail("was read"))
     assert catalogue.prune(LastN(1), trusted={2}).removed == [1]
+
+
+def test_what_was_just_written_stays_where_another_run_has_newer_ones(tmp_path: Path) -> None:
+    catalogue = saved(tmp_path, [10, 20, 30], nonce="old-v1")
+    told: list[str] = []
+    for step in (1, 2):
+        save(catalogue.store, step, nonce="new-v1")
+        catalogue.prune(LastN(2), trusted={step}, on_damage=told.append)
+        assert steps(catalogue) == [30, 20, step]
+    assert ["is older than step 30" in text for text in told] == [True, True]
+
+
+def test_of_one_run_what_was_just_written_goes_if_the_next_is_there_before(tmp_path: Path) -> None:
+    catalogue = saved(tmp_path, [3], nonce="job-v1")
+    save(catalogue.store, 4, nonce="job-v2")
+    assert catalogue.prune(LastN(1), trusted={3}, on_damage=pytest.fail).removed == [3]
+
+
+def test_files_that_go_while_they_are_swept_are_no_trouble(tmp_path: Path) -> None:
+    catalogue = saved(tmp_path, [1])
+    is_over = threading.Event()
+
+    def come_and_go() -> None:
+        while not is_over.is_set():
+            for number in range(50):
+                (tmp_path / f".put-{number}").touch()
+            for number in range(50):
+                (tmp_path / f".put-{number}").unlink()
+
+    writer = threading.Thread(target=come_and_go)
+    writer.start()
+    try:
+        for _ in range(200):
+            catalogue.prune(LastN(1))
+    finally:
+        is_over.set()
+        writer.join()
 
 
 def test_the_only_good_one_and_pinned_ones_need_force(tmp_path: Path) -> None:
@@ -169,6 +208,22 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+def test_a_process_that_was_forked_by_a_reader_is_none(tmp_path: Path) -> None:
+    catalogue = saved(tmp_path, [1, 2])
+    go_on, held = os.pipe()
+    with catalogue.reading(catalogue.open(1)):
+        if not (child := os.fork()):
+            os.close(held)
+            os.read(go_on, 1)
+            os._exit(0)
+    try:
+        assert catalogue.prune(LastN(1)).removed == [1]
+    finally:
+        os.close(held)
+        os.close(go_on)
+        os.waitpid(child, 0)
 
 
 def test_where_there_are_no_locks_a_lease_protects_until_it_expires() -> None:

@@ -10,7 +10,7 @@ from holdfast.errors import CheckpointError
 from holdfast.storage import points
 from holdfast.storage.catalogue import Catalogue
 from holdfast.storage.image import block_checksums
-from holdfast.storage.manifest import finite, nonce_for
+from holdfast.storage.manifest import finite
 from holdfast.storage.stores import open_store
 from holdfast.storage.writing import Writing
 from storage.processes import finish, said, started
@@ -185,10 +185,6 @@ def test_a_part_that_was_damaged_before_it_was_published_is_named(tmp_path: Path
 def test_a_nonce_leads_nowhere_else(tmp_path: Path, nonce: str) -> None:
     with pytest.raises(CheckpointError):
         Writing(open_store(str(tmp_path)), about(1), nonce)
-
-
-def test_all_who_know_the_words_have_the_same_nonce() -> None:
-    assert nonce_for("a/b job", 3) == nonce_for("a/b job", 3) != nonce_for("a/b job", 4)
 
 
 def test_a_store_has_its_checkpoints_in_order(tmp_path: Path) -> None:

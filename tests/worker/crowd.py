@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp  # what all ranks need is imported once, before they are forked
 from torch.distributed.device_mesh import init_device_mesh  # noqa: F401
 
-from holdfast.worker import groups
+from holdfast.worker.collectives import groups
 
 DEADLINE_S = 60.0
 STACKS_AFTER_S = 20.0
@@ -62,8 +62,17 @@ class Member:
 
 
 class Crowd:
+    """Who forks must have no threads that work meanwhile: what they have locked stays locked in the child. A store's
+    server has one, and looks up the name of everybody who connects, so it is in a process of its own."""
+
     def __init__(self) -> None:
-        self._server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        ours, theirs = FORK.Pipe()
+        self._keeper = FORK.Process(target=keep_store, args=(theirs,))
+        self._keeper.start()
+        self._port = ours.recv()
+        ours.close()
+        theirs.close()
+        self._store = dist.TCPStore("127.0.0.1", self._port, is_master=False, timeout=TIMEOUT)
         self._ranks: list[tuple[Any, Connection]] = []
 
     def __enter__(self) -> Crowd:
@@ -74,21 +83,23 @@ class Crowd:
             process.kill()
             process.join()
             connection.close()
+        self._keeper.kill()
+        self._keeper.join()
 
     def add(self, function: Callable[..., Any], *arguments: Any) -> int:
         ours, theirs = FORK.Pipe()
         index = len(self._ranks)
-        process = FORK.Process(target=live, args=(theirs, self._server.port, index, function, arguments))
+        process = FORK.Process(target=live, args=(theirs, self._port, index, function, arguments))
         process.start()
         theirs.close()
         self._ranks.append((process, ours))
         return index
 
     def hear(self, *keys: str) -> None:
-        self._server.wait(list(keys), timedelta(seconds=DEADLINE_S))
+        self._store.wait(list(keys), timedelta(seconds=DEADLINE_S))
 
     def say(self, key: str) -> None:
-        self._server.set(key, "yes")
+        self._store.set(key, "yes")
 
     def kill(self, index: int) -> None:
         os.kill(self._ranks[index][0].pid, signal.SIGKILL)
@@ -110,6 +121,14 @@ class Crowd:
             return None
         assert outcome == "returned", f"rank {index}: {value}"
         return value
+
+
+def keep_store(connection: Connection) -> None:
+    gc.freeze()
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    connection.send(server.port)
+    while True:
+        signal.pause()  # until it is killed
 
 
 def together(function: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:

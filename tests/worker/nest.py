@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import holdfast
-from holdfast.agent.launcher import Child, Launcher
+from holdfast.agent.birth.launcher import Child, Launcher
 from holdfast.wire.local import Mode, ScriptKind
 
 DEADLINE_S = 20.0
 # An absolute path, because workers run in directories of their own; one thread, as torchrun gives to each of several.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(holdfast.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 T = TypeVar("T")
 
 

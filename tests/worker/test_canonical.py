@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import holdfast as hf
 from worker.crowd import together
+from worker.nest import TORCHRUN, Nest, run_python, write
 
 SAMPLES = [(torch.randn(8, generator=torch.Generator().manual_seed(n)), n % 3) for n in range(37)]
 
@@ -76,7 +75,7 @@ def add(seen, tensor):
 
 
 def count_all_reduces():
-    from holdfast.worker.elastic_group import ElasticGroup
+    from holdfast.worker.collectives.elastic_group import ElasticGroup
 
     calls, plain = [], ElasticGroup.allreduce
 
@@ -169,26 +168,19 @@ def go(model, data, leave=False, taken=lambda step, data: step.batches(data), **
 """
 
 
-def run(code: str, tmp_path: Path, *launcher: str) -> subprocess.CompletedProcess[str]:
-    script = tmp_path / "script.py"
-    script.write_text(HEAD + textwrap.dedent(code))
-    return subprocess.run(
-        [sys.executable, *launcher, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)},
-        check=False,
-    )
+def written(code: str, directory: Path) -> list[str]:
+    write(directory / "script.py", HEAD + textwrap.dedent(code))
+    return ["script.py"]
 
 
 def test_alone_and_under_torchrun(tmp_path: Path) -> None:
     code = "go(model, data)\nimport os\nbits = [v.item().hex() for p in model.parameters() for v in p.flatten()]\n"
     code += "os.write(1, (' '.join(bits) + '\\n').encode())"  # in one go: two ranks write to the same pipe
-    alone = run(code, tmp_path)
-    assert alone.returncode == 0, alone.stderr
-    two = run(code, tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    assert two.returncode == 0, two.stderr
+    script = written(code, tmp_path)
+    alone = run_python(script, tmp_path)
+    assert alone.code == 0, alone.stderr
+    two = run_python([*TORCHRUN, *script], tmp_path)
+    assert two.code == 0, two.stderr
     assert two.stdout.splitlines() == alone.stdout.splitlines() * 2
 
 
@@ -220,12 +212,12 @@ PAIRS = "hf.Loader(samples[:18], global_batch_size=6, slots=3)"
         ),
     ],
 )
-def test_what_cannot_be_reduced_so_gets_a_sentence(tmp_path: Path, code: str, sentence: str) -> None:
-    done = run(code, tmp_path)
-    assert done.returncode == 1 and "UsageError" in done.stderr and sentence in done.stderr, done.stderr
+def test_what_cannot_be_reduced_so_gets_a_sentence(warm: Nest, tmp_path: Path, code: str, sentence: str) -> None:
+    done = warm.run(written(code, tmp_path), tmp_path)
+    assert done.code == 1 and "UsageError" in done.stderr and sentence in done.stderr, done.stderr
 
 
-def test_norms_without_running_statistics_and_several_loops_are_fine(tmp_path: Path) -> None:
+def test_norms_without_running_statistics_and_several_loops_are_fine(warm: Nest, tmp_path: Path) -> None:
     code = f"""
     more = {PAIRS}
     def taken(step, data):
@@ -233,5 +225,5 @@ def test_norms_without_running_statistics_and_several_loops_are_fine(tmp_path: P
         yield from step.batches(more)
     go({NORMED.format(", track_running_stats=False")}, {PAIRS}, taken=taken, more=more)
     """
-    done = run(code, tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = warm.run(written(code, tmp_path), tmp_path)
+    assert done.code == 0, done.stderr

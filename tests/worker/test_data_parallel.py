@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from holdfast.worker import data_parallel, groups
+from holdfast.worker.collectives import groups
+from holdfast.worker.parallel import data_parallel
 from worker.crowd import TIMEOUT, Crowd, Member, together
 from worker.test_groups import hung, revoke_when_told
 

@@ -9,12 +9,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from holdfast.agent.server_process import command
+from holdfast.agent.birth.server_process import command
 from holdfast.errors import LaunchError
 from holdfast.wire.local import Mode
 from worker.nest import (
@@ -47,7 +46,7 @@ dist.destroy_process_group()
 
 AGENT = """
 import asyncio, json, os, socket, structlog, sys
-from holdfast.agent.launcher import Launcher
+from holdfast.agent.birth.launcher import Launcher
 structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 async def main():
     launcher = await Launcher.start("cold")
@@ -62,7 +61,7 @@ asyncio.run(main())
 
 AGENT_OF_MANY = """
 import asyncio, os, structlog, sys
-from holdfast.agent.launcher import Launcher
+from holdfast.agent.birth.launcher import Launcher
 structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 async def main():
     launcher = await Launcher.start("cold")
@@ -73,71 +72,65 @@ asyncio.run(main())
 """
 
 
-@pytest.fixture(scope="module")
-def nest() -> Iterator[Nest]:
-    with Nest("warm") as nest:
-        yield nest
-
-
-def test_a_warm_server_is_ready_without_problems_and_with_one_thread(nest: Nest) -> None:
-    ready = nest.do(nest.launcher.ready())
+def test_a_warm_server_is_ready_without_problems_and_with_one_thread(warm: Nest) -> None:
+    ready = warm.do(warm.launcher.ready())
     assert (ready.mode, ready.problems) == ("warm", ())
-    assert len(os.listdir(f"/proc/{nest.launcher.server_pid}/task")) == 1
+    assert len(os.listdir(f"/proc/{warm.launcher.server_pid}/task")) == 1
 
 
-def test_torch_is_there_before_the_script_asks_for_it(nest: Nest, tmp_path: Path) -> None:
+def test_torch_is_there_before_the_script_asks_for_it(warm: Nest, tmp_path: Path) -> None:
     write(
         tmp_path / "script.py",
         "import json, sys\nnames = 'torch', 'torch._dynamo', 'torch.distributed.fsdp', 'numpy', 'grpc'\n"
         "print(json.dumps([name in sys.modules for name in names]))",
     )
-    assert lines_of_json(nest.run(["script.py"], tmp_path)) == [[True, True, True, True, False]]
+    assert lines_of_json(warm.run(["script.py"], tmp_path)) == [[True, True, True, True, False]]
 
 
-def test_a_worker_is_born_in_a_fraction_of_what_importing_torch_takes(nest: Nest, tmp_path: Path) -> None:
+def test_a_worker_is_born_in_a_fraction_of_what_importing_torch_takes(warm: Nest, tmp_path: Path) -> None:
     write(tmp_path / "script.py", "import time, torch\nprint(time.time())")
-    nest.do(nest.launcher.ready())
+    warm.do(warm.launcher.ready())
     latencies_s = []
     for _ in range(5):
         asked_at = time.time()
-        latencies_s.append(float(nest.run(["script.py"], tmp_path).stdout) - asked_at)
+        latencies_s.append(float(warm.run(["script.py"], tmp_path).stdout) - asked_at)
     assert min(latencies_s) < 0.2, latencies_s
 
 
-def test_a_worker_is_the_agents_child_in_a_session_of_its_own(nest: Nest, tmp_path: Path) -> None:
+def test_a_worker_is_the_agents_child_in_a_session_of_its_own(warm: Nest, tmp_path: Path) -> None:
     write(
         tmp_path / "script.py",
         "import ctypes, json, os\nsignal = ctypes.c_int()\nctypes.CDLL(None).prctl(2, ctypes.byref(signal))\n"
         "print(json.dumps([os.getpid(), os.getppid(), os.getpgid(0), os.getsid(0), signal.value]))",
     )
-    [[pid, parent, group, session, death_signal]] = lines_of_json(nest.run(["script.py"], tmp_path))
+    [[pid, parent, group, session, death_signal]] = lines_of_json(warm.run(["script.py"], tmp_path))
     assert (parent, group, session, death_signal) == (os.getpid(), pid, pid, signal.SIGKILL)
     assert stat_fields(pid) == []  # reaped
 
 
-def test_the_server_keeps_no_zombies(nest: Nest, tmp_path: Path) -> None:
+def test_the_server_keeps_no_zombies(warm: Nest, tmp_path: Path) -> None:
     write(tmp_path / "script.py", "pass")
-    assert nest.run(["script.py"], tmp_path).code == 0
-    assert children(nest.launcher.server_pid) == set()
+    assert warm.run(["script.py"], tmp_path).code == 0
+    assert children(warm.launcher.server_pid) == set()
 
 
-def test_a_worker_goes_by_the_name_of_its_script(nest: Nest, tmp_path: Path) -> None:
+def test_a_worker_goes_by_the_name_of_its_script(warm: Nest, tmp_path: Path) -> None:
     write(tmp_path / "script.py", "print(open('/proc/self/cmdline').read().strip(chr(0)).split(chr(0)))")
     assert (
-        nest.run(["script.py", "--lr", "1"], tmp_path).stdout == f"{[sys.executable, '-u', 'script.py', '--lr', '1']}\n"
+        warm.run(["script.py", "--lr", "1"], tmp_path).stdout == f"{[sys.executable, '-u', 'script.py', '--lr', '1']}\n"
     )
     long_argument = "x" * 10_000
-    result = nest.run(["script.py", long_argument], tmp_path)
+    result = warm.run(["script.py", long_argument], tmp_path)
     assert result.code == 0 and "script.py" in result.stdout and long_argument not in result.stdout
 
 
-def test_two_workers_take_their_first_ddp_step_on_a_kept_store(nest: Nest, tmp_path: Path) -> None:
+def test_two_workers_take_their_first_ddp_step_on_a_kept_store(warm: Nest, tmp_path: Path) -> None:
     write(tmp_path / "script.py", DDP)
 
     async def train() -> list[Result]:
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-        await nest.launcher.open_store(1, "127.0.0.1", listener)
+        await warm.launcher.open_store(1, "127.0.0.1", listener)
         shared = {
             **ENVIRONMENT,
             "MASTER_ADDR": "127.0.0.1",
@@ -145,22 +138,22 @@ def test_two_workers_take_their_first_ddp_step_on_a_kept_store(nest: Nest, tmp_p
             "WORLD_SIZE": "2",
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
-        workers = [nest.run_async(["script.py"], tmp_path, env={**shared, "RANK": str(rank)}) for rank in range(2)]
+        workers = [warm.run_async(["script.py"], tmp_path, env={**shared, "RANK": str(rank)}) for rank in range(2)]
         results = await asyncio.gather(*workers)
-        await nest.launcher.close_store(1)
+        await warm.launcher.close_store(1)
         return results
 
-    assert [(result.code, result.stdout) for result in nest.do(train())] == [(0, "0 2\n"), (0, "1 2\n")]
+    assert [(result.code, result.stdout) for result in warm.do(train())] == [(0, "0 2\n"), (0, "1 2\n")]
 
 
-def test_the_server_ignores_what_a_terminal_or_an_operator_sends(nest: Nest, tmp_path: Path) -> None:
-    nest.do(nest.launcher.ready())
-    pid = nest.launcher.server_pid
+def test_the_server_ignores_what_a_terminal_or_an_operator_sends(warm: Nest, tmp_path: Path) -> None:
+    warm.do(warm.launcher.ready())
+    pid = warm.launcher.server_pid
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         os.kill(pid, number)
     write(tmp_path / "script.py", "pass")
-    assert nest.run(["script.py"], tmp_path).code == 0
-    assert nest.launcher.server_pid == pid
+    assert warm.run(["script.py"], tmp_path).code == 0
+    assert warm.launcher.server_pid == pid
     assert os.getsid(pid) == pid != os.getsid(0)
 
 
@@ -195,6 +188,14 @@ def test_where_torch_is_missing_workers_start_cold_and_it_is_said(tmp_path: Path
         assert ready.mode == "cold"
         assert "no torch for you" in ready.problems[0]
         assert nest.run(["script.py"], tmp_path).stdout == "fine\n"
+
+
+def test_nothing_is_imported_ahead_if_so_said(tmp_path: Path) -> None:
+    write(tmp_path / "script.py", "import sys; print('torch' in sys.modules, 'numpy' in sys.modules)")
+    with Nest("warm", ["none"]) as nest:
+        ready = nest.do(nest.launcher.ready())
+        assert (ready.mode, ready.problems) == ("warm", ())
+        assert nest.run(["script.py"], tmp_path) == Result(0, "False False\n", "")
 
 
 def test_preloaded_modules_are_imported_once_and_their_files_stay_open(tmp_path: Path) -> None:
@@ -275,7 +276,7 @@ def reap_if_inherited(pid: int) -> None:
         return
 
 
-def test_workers_hold_no_pipe_of_each_other(nest: Nest, tmp_path: Path) -> None:
+def test_workers_hold_no_pipe_of_each_other(warm: Nest, tmp_path: Path) -> None:
     """Else a reader of one worker's output would wait for all of them."""
     write(tmp_path / "sleeper.py", SLEEPER)
     write(tmp_path / "script.py", "pass")
@@ -284,7 +285,7 @@ def test_workers_hold_no_pipe_of_each_other(nest: Nest, tmp_path: Path) -> None:
         with Output(tmp_path) as output:
             reading, writing = os.pipe()
             first, second = await asyncio.gather(
-                nest.launcher.start_python(
+                warm.launcher.start_python(
                     ["script.py"],
                     kind="script",
                     env=ENVIRONMENT,
@@ -293,7 +294,7 @@ def test_workers_hold_no_pipe_of_each_other(nest: Nest, tmp_path: Path) -> None:
                     stderr=writing,
                     local_rank=0,
                 ),
-                nest.start(["sleeper.py"], tmp_path, output),
+                warm.start(["sleeper.py"], tmp_path, output),
             )
             os.close(writing)
             await first.wait()
@@ -303,4 +304,4 @@ def test_workers_hold_no_pipe_of_each_other(nest: Nest, tmp_path: Path) -> None:
             second.kill_group(signal.SIGKILL)
             assert await second.wait() == signal.SIGKILL
 
-    nest.do(overlap())
+    warm.do(overlap())

@@ -14,7 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from holdfast.worker import fully_sharded, groups
+from holdfast.worker.collectives import groups
+from holdfast.worker.parallel import fully_sharded
 from worker.crowd import Crowd, Member, together
 from worker.test_groups import hung, revoke_when_told
 

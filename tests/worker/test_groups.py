@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
 from holdfast.errors import HoldfastError, ViewOverError
-from holdfast.worker import groups
+from holdfast.worker.collectives import groups
 from worker.crowd import TIMEOUT, Crowd, Member, together
 
 

@@ -5,9 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+import holdfast
+from holdfast.data.loader import Loader
 from holdfast.errors import MissingRanksError, ViewOverError
-from holdfast.worker import groups
+from holdfast.state.tracked import Tracked
+from holdfast.wire.progress import ProgressPage
+from holdfast.worker.collectives import groups
 from holdfast.worker.consistency import checksum, verdict
+from holdfast.worker.transaction import Copy, Transaction
 from worker.crowd import Crowd, Member, together
 
 TENSORS = [torch.randn(17, 3), torch.randn(5).to(torch.bfloat16), torch.arange(4), torch.tensor([True, False])]
@@ -45,6 +50,45 @@ def test_who_differs_is_found_by_majority(sums: list[int], shards: int, wrong: d
     assert all(wrong[rank] in found[rank] for rank in wrong)
 
 
+@pytest.mark.parametrize("keeps_copy", [False, True])
+def test_a_step_that_is_passed_over_leaves_the_model_and_counts_all_the_same(keeps_copy: bool) -> None:
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    samples = torch.ones(8, 2)
+    samples[2] = float("nan")
+    data = Loader(samples, global_batch_size=2, shuffle=False, rank=0, world_size=1)
+    tracked = Tracked(model=model, optimizer=optimizer, scheduler=scheduler, data=data)
+    is_bad = False
+
+    def barrier() -> None:
+        if is_bad:
+            transaction.drop_update()
+
+    transaction = Transaction(tracked, ProgressPage.private(), Copy(tracked), barrier)
+    optimizer.register_step_pre_hook(transaction.before_update)
+    states, rates, bad = [], [], []
+    for _ in range(4):
+        transaction.keeps_copy = keeps_copy
+        transaction.begin()
+        batches = [batch.clone() for batch in data.step_batches()]
+        is_bad = any(bool(batch.isnan().any()) for batch in batches)
+        bad.append(is_bad)
+        for batch in batches:
+            model(batch).sum().backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        transaction.finish()
+        data.commit_drawn()
+        states.append(checksum(model.state_dict().values()))
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert states[1] == states[0] != states[2] != states[3], "not even its averages are changed"
+    assert all(bool(tensor.isfinite().all()) for tensor in model.state_dict().values())
+    assert rates == [0.5, 0.25, 0.125, 0.0625], "the schedule is by steps"
+    assert bad == [False, True, False, False], "and the batch is not given again"
+
+
 def come(member: Member, rank: int, size: int, latecomer: int) -> str:
     member.start(rank, size)
     groups.barrier("first", 30.0)
@@ -61,9 +105,14 @@ def come(member: Member, rank: int, size: int, latecomer: int) -> str:
     return "met"
 
 
-def test_a_barrier_names_who_is_missing() -> None:
+def test_a_barrier_names_who_is_missing_and_prints_nothing_while_it_waits(capfd: pytest.CaptureFixture[str]) -> None:
     said = together(come, 3, 1)
     assert said == ["rank 1 of 3 did not come to the barrier in 0.3 s", "late", said[0]]
+    assert "timed out" not in capfd.readouterr().err
+
+
+def test_scripts_can_name_the_error_of_a_barrier() -> None:
+    assert holdfast.MissingRanksError is MissingRanksError
 
 
 def wait_long(member: Member) -> str:

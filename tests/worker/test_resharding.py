@@ -10,7 +10,8 @@ from torch import nn
 from holdfast.errors import SettleError
 from holdfast.state.snapshot import Snapshot
 from holdfast.state.tracked import Tracked
-from holdfast.worker import groups, resharding
+from holdfast.worker.collectives import groups
+from holdfast.worker.memory import resharding
 from holdfast.worker.settling import Standing, settle
 
 

@@ -75,12 +75,6 @@ ENDINGS = {
 
 
 @pytest.fixture(scope="module")
-def warm() -> Iterator[Nest]:
-    with Nest("warm") as nest:
-        yield nest
-
-
-@pytest.fixture(scope="module")
 def nest() -> Iterator[Nest]:
     """Cold: how a script is run does not depend on what was preloaded, and the end of a warm process takes 0.3 s."""
     with Nest("cold") as nest:

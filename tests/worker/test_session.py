@@ -1,7 +1,5 @@
 """A session without anybody who repairs it: alone with python, and under torchrun. And what is refused, and how."""
 
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -9,6 +7,7 @@ import pytest
 
 from holdfast.errors import UsageError
 from holdfast.worker.feeding import Feed
+from worker.nest import TORCHRUN, Nest, run_python, write
 
 HEAD = """
 import torch, torch.distributed as dist
@@ -21,16 +20,9 @@ optimizer = torch.optim.Adam(model.parameters())
 """
 
 
-def run(code: str, tmp_path: Path, *launcher: str) -> subprocess.CompletedProcess[str]:
-    script = tmp_path / "script.py"
-    script.write_text(HEAD + textwrap.dedent(code))
-    return subprocess.run(
-        [sys.executable, *launcher, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)},
-    )
+def written(code: str, directory: Path) -> list[str]:
+    write(directory / "script.py", HEAD + textwrap.dedent(code))
+    return ["script.py"]
 
 
 TRAIN = """
@@ -55,29 +47,28 @@ print(line + chr(10), end="", flush=True)  # in one piece: two ranks write to th
 
 
 def test_alone(tmp_path: Path) -> None:
-    done = run(TRAIN, tmp_path)
-    assert done.returncode == 0, done.stderr
+    script = written(TRAIN, tmp_path)
+    done = run_python(script, tmp_path)
+    assert done.code == 0, done.stderr
     assert done.stdout.split()[:4] == ["0", "1", "0", "7"]
-    assert done.stdout == run(TRAIN, tmp_path).stdout, "dropout is a function of the seed and the step"
+    assert done.stdout == run_python(script, tmp_path).stdout, "dropout is a function of the seed and the step"
 
 
 def test_under_torchrun(tmp_path: Path) -> None:
-    done = run(TRAIN, tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    assert done.returncode == 0, done.stderr
+    done = run_python([*TORCHRUN, *written(TRAIN, tmp_path)], tmp_path)
+    assert done.code == 0, done.stderr
     assert sorted(line.split()[:4] for line in done.stdout.splitlines()) == [["0", "2", "0", "7"], ["1", "2", "0", "7"]]
 
 
-def test_what_the_user_raises_goes_through(tmp_path: Path) -> None:
-    done = run(
-        """
-        job.track(model=model, optimizer=optimizer)
-        for step in job.steps(3):
-            with step:
-                raise KeyError("mine")
-        """,
-        tmp_path,
-    )
-    assert done.returncode == 1 and "KeyError: 'mine'" in done.stderr
+def test_what_the_user_raises_goes_through(warm: Nest, tmp_path: Path) -> None:
+    code = """
+    job.track(model=model, optimizer=optimizer)
+    for step in job.steps(3):
+        with step:
+            raise KeyError("mine")
+    """
+    done = warm.run(written(code, tmp_path), tmp_path)
+    assert done.code == 1 and "KeyError: 'mine'" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -92,12 +83,15 @@ def test_what_the_user_raises_goes_through(tmp_path: Path) -> None:
             "for step in job.steps(1):\n    with step:\n        list(step.batches(data))",
             "the loader is not tracked",
         ),
+        ("job.track(model=model)\njob.watch(numbers='skip', deviations=-1)", "deviations is -1: give a number above 0"),
+        ("job.track(model=model)\njob.watch(deviations=float('nan'))", "deviations is nan: give a number above 0"),
+        ("job.track(model=model)\njob.watch(checksum_every=2.5)", "checksum_every is 2.5: give a number of steps"),
     ],
-    ids=["not entered", "twice", "tracked twice", "no state", "untracked loader"],
+    ids=["not entered", "twice", "tracked twice", "no state", "untracked loader", "negative", "no number", "no steps"],
 )
-def test_a_mistake_gets_a_sentence(tmp_path: Path, code: str, sentence: str) -> None:
-    done = run(code, tmp_path)
-    assert done.returncode == 1 and sentence in done.stderr, done.stderr
+def test_a_mistake_gets_a_sentence(warm: Nest, tmp_path: Path, code: str, sentence: str) -> None:
+    done = warm.run(written(code, tmp_path), tmp_path)
+    assert done.code == 1 and sentence in done.stderr, done.stderr
 
 
 def test_a_repeated_step_gets_its_batch_again_and_a_newcomer_skips() -> None:

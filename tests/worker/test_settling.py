@@ -3,7 +3,7 @@
 import pytest
 
 from holdfast.errors import SettleError
-from holdfast.worker.restoring import Transfer, plan
+from holdfast.worker.memory.restoring import Transfer, plan
 from holdfast.worker.settling import Settlement, Standing, settle
 
 

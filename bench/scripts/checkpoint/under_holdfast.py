@@ -64,7 +64,9 @@ class Session:
                 return self._cadence(question["steps"])
             case "durable":
                 memcpy_s = self.training.memcpy_s(1)
-                return {"memcpy_s": memcpy_s, "durable_s": timed(self._take)}
+                durable_s = timed(self._take)
+                self.step()  # the next turn's checkpoint is of another step
+                return {"memcpy_s": memcpy_s, "durable_s": durable_s}
         is_wanted = question["saver"] == "session-checkpoint"
 
         def save() -> None:
@@ -80,7 +82,7 @@ class Session:
         while not self.first_s:
             self.waited.wall_s = 0.0
             self.step()
-        room_bytes = 2 * self.snapshots._seat.room_bytes()
+        room_bytes = 2 * self.snapshots._room.seat.room_bytes()
         return {
             "first_s": self.first_s,
             "until_s": time.perf_counter() - began_at,
@@ -91,7 +93,6 @@ class Session:
         self.snapshots.take(self.job._engine.next_step)
         self.snapshots.join(None)
         self._wait()
-        self.step()  # the next turn's checkpoint is of another step
 
     def _wait(self) -> None:
         folder = STORAGE / "session" / f"step-{self.snapshots._last}"

@@ -9,6 +9,8 @@ job = hf.init()
 model = workload.wrap(workload.build())
 optimizer = torch.optim.Adam(model.parameters())
 job.track(model=model, optimizer=optimizer)
+if workload.WATCH:
+    job.watch(numbers="go-on", checksum_every=workload.WATCH)
 diary = workload.Diary()
 diary.note("ready", job.rank, job.world_size)
 for step in job.steps(workload.STEPS):

@@ -7,6 +7,7 @@ Settings come from the environment, as launchers do not agree on arguments:
     BENCH_PAUSE_S      between steps, so that workers that share two cores leave room for their launcher
     BENCH_GATES        directory; after each BENCH_GATE_STEPS steps wait for the file there that is named after the step
     BENCH_CHECKPOINT   directory; BENCH_CHECKPOINT_EVERY steps, 0 for never
+    BENCH_WATCH        Holdfast only: the numbers are watched, and parameters compared every so many steps
 
 Run by itself, `workload.py MILLISECONDS` prints the number of rows that makes a step take that long here.
 """
@@ -28,6 +29,7 @@ GATE_LOOK_S = 0.01
 CALIBRATION_STEPS = 60
 CHECKPOINT = Path(os.environ.get("BENCH_CHECKPOINT", "."))
 CHECKPOINT_EVERY = int(os.environ.get("BENCH_CHECKPOINT_EVERY", "0"))
+WATCH = int(os.environ.get("BENCH_WATCH", "0"))
 SHARDED = os.environ.get("BENCH_MODEL") == "fsdp2"
 
 

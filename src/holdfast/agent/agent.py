@@ -23,24 +23,24 @@ from typing import Any
 import msgspec
 import structlog
 
+from holdfast.agent.birth.launcher import Launcher
 from holdfast.agent.config import AgentConfig
 from holdfast.agent.crew import Crew
 from holdfast.agent.examination import Examination
 from holdfast.agent.hangs import HangWatch
 from holdfast.agent.identity import boot_id, machine_id, new_incarnation, saw_dead
-from holdfast.agent.launcher import Launcher
 from holdfast.agent.line import LineServer
 from holdfast.agent.logs import WorkerLogs
 from holdfast.agent.master_keeper import EXIT_JOURNAL, MasterFailedError, MasterKeeper
-from holdfast.agent.memory import MemoryWatch
+from holdfast.agent.memory.state_keeper import StateKeeper, find_last_checkpoint
+from holdfast.agent.out_of_memory import MemoryWatch
 from holdfast.agent.pace import PaceWatch
 from holdfast.agent.reports import Reports
-from holdfast.agent.state_keeper import StateKeeper, find_last_checkpoint
 from holdfast.agent.store_ports import StorePorts
 from holdfast.agent.uplink import Uplink
 from holdfast.core.events import Event, Hello, NodeExamined, NodeGone, NodeInfo, NodeLeaving, StoreOffered
 from holdfast.core.faults import Failure
-from holdfast.core.health import CheckResult, CheckTask
+from holdfast.core.health.findings import CheckResult, CheckTask
 from holdfast.core.orders import Exit, Hold, Order, Refuse, Serve
 from holdfast.core.records import Outcome
 from holdfast.errors import AuthenticationError, LaunchError

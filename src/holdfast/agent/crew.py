@@ -31,19 +31,19 @@ import structlog
 
 from holdfast.agent.advice import Adviser
 from holdfast.agent.autopsy import examine
-from holdfast.agent.child import Child
+from holdfast.agent.birth.child import Child
+from holdfast.agent.birth.launcher import Launcher
 from holdfast.agent.config import AgentConfig
 from holdfast.agent.environment import spare_environment, worker_environment
-from holdfast.agent.launcher import Launcher
 from holdfast.agent.ledger import LedgerKeeper
 from holdfast.agent.line import Line
 from holdfast.agent.logs import WorkerLogs
-from holdfast.agent.memory import MemoryWatch
+from holdfast.agent.memory.state_keeper import StateKeeper
+from holdfast.agent.out_of_memory import MemoryWatch
 from holdfast.agent.places import place_in, reseat
 from holdfast.agent.reports import Reports
 from holdfast.agent.spares import Spares, describe_exit
 from holdfast.agent.staff import Staff
-from holdfast.agent.state_keeper import StateKeeper
 from holdfast.agent.workers import Worker, until_gone
 from holdfast.core.events import SessionInfo
 from holdfast.core.fault_table import typed
@@ -289,6 +289,7 @@ class Crew:
             worker.seat,
             newcomer=order.kept and not worker.joined,
             begun=self._begun,
+            whole=self._keeper.vault.whole_word(),
             checkpoint_dir=self.checkpoint_url(),
         )
         worker.tell(Assign(worker.place))

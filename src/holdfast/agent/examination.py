@@ -18,11 +18,11 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from holdfast.agent.child import Child
+from holdfast.agent.birth.child import Child
+from holdfast.agent.birth.launcher import Launcher
 from holdfast.agent.config import AgentConfig
 from holdfast.agent.environment import INTRODUCTION
-from holdfast.agent.launcher import Launcher
-from holdfast.core.health import CheckResult, CheckTask, Problem
+from holdfast.core.health.findings import CheckResult, CheckTask, Problem
 from holdfast.errors import LaunchError
 
 MODULE = "holdfast.worker.examiner"

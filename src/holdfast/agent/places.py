@@ -25,7 +25,7 @@ def reseat(living: Mapping[int, bool], seats_before: int, seats: int) -> dict[in
     return {seat: index for index, seat in enumerate(sorted(staying))}
 
 
-def place_in(order: Serve, local_rank: int, *, newcomer: bool, begun: int, checkpoint_dir: str) -> Place:
+def place_in(order: Serve, local_rank: int, *, newcomer: bool, begun: int, whole: int, checkpoint_dir: str) -> Place:
     """What the worker of a seat is told."""
     return Place(
         view=order.view,
@@ -42,6 +42,7 @@ def place_in(order: Serve, local_rank: int, *, newcomer: bool, begun: int, check
         planned=order.planned,
         newcomer=newcomer,
         begun=begun,
+        whole=whole if order.kept else -1,
         dump=checkpoint_dir if order.strategy is Strategy.DUMP else "",
         weights=order.weights,
     )

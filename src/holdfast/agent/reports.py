@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from holdfast.agent.autopsy import one_line
 from holdfast.core.events import (
     CheckpointWritten,
     DataAnnounced,
@@ -128,7 +129,7 @@ class Reports:
             step=message.step,
             at=message.at,
             exception=message.exception,
-            message=message.message,
+            message=one_line(message.message),
             traceback=message.traceback,
             collateral=message.collateral,
         )
@@ -174,6 +175,7 @@ class Reports:
                 incarnation=self._incarnation(),
                 view=self._view,
                 source=message.source,
+                name=message.name,
                 first_step=message.first_step,
                 end_step=message.end_step,
                 why=message.why,

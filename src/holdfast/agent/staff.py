@@ -13,11 +13,11 @@ from typing import Protocol
 
 import structlog
 
-from holdfast.agent.child import Child
+from holdfast.agent.birth.child import Child
+from holdfast.agent.birth.launcher import Launcher
 from holdfast.agent.config import AgentConfig
-from holdfast.agent.launcher import Launcher
 from holdfast.agent.logs import WorkerLogs
-from holdfast.agent.memory import MemoryWatch
+from holdfast.agent.out_of_memory import MemoryWatch
 from holdfast.agent.workers import Starter, Worker, free_number, until_gone
 from holdfast.errors import LaunchError
 

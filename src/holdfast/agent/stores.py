@@ -1,4 +1,4 @@
-"""The views' rendezvous stores, kept by a process that has torch (worker/storekeeper.py), seen from the agent.
+"""The views' rendezvous stores, kept by a process that has torch (worker/birth/storekeeper.py), seen from the agent.
 
 The keeper is started with the first store. If it dies, its stores are gone with all that was in them: that is told
 through `lost()`, the views on them need new ones, and the next `open` starts another keeper.
@@ -12,9 +12,9 @@ import socket
 
 import msgspec
 
-from holdfast.agent.child import Child
+from holdfast.agent.birth.child import Child
+from holdfast.agent.birth.nursery import Nursery
 from holdfast.agent.local_link import Link
-from holdfast.agent.nursery import Nursery
 from holdfast.errors import LaunchError
 from holdfast.wire.local import (
     CloseStore,

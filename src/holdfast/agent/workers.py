@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from holdfast.agent.child import Child
+from holdfast.agent.birth.child import Child
+from holdfast.agent.birth.launcher import Launcher
 from holdfast.agent.config import AgentConfig
-from holdfast.agent.launcher import Launcher
 from holdfast.agent.line import Line, new_nonce
 from holdfast.agent.logs import WorkerLogFiles, WorkerLogs
-from holdfast.agent.memory import MemoryWatch
+from holdfast.agent.out_of_memory import MemoryWatch
 from holdfast.core.events import DataSource, SessionInfo
 from holdfast.wire.progress import ProgressPage
 from holdfast.wire.session import Place, ToWorker

@@ -7,8 +7,9 @@ import tempfile
 from pathlib import Path
 
 from holdfast.checks.measuring import measure
-from holdfast.core.health import Problem, Timing
+from holdfast.core.health.findings import Problem, Timing
 
+BLOCK_S = 0.1
 SIZE_BYTES = 4 * 2**20
 PATTERN = bytes(range(256)) * (SIZE_BYTES // 256)
 
@@ -18,7 +19,7 @@ def check_disk(directory: Path) -> tuple[list[Timing], list[Problem]]:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory) as file:
-            timing = measure("disk", lambda: _write(file.fileno()))
+            timing = measure("disk", lambda: _write(file.fileno()), block_s=BLOCK_S)
             problem = _compare(file.fileno())
     except OSError as error:
         return [], [Problem("disk", "disk-error", f"{directory} cannot be written: {error.strerror}")]

@@ -7,13 +7,13 @@ device that fails one stage is not asked for the next.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from holdfast.checks.accelerators.base import Accelerator, Device, Work
 from holdfast.checks.disk import check_disk
 from holdfast.checks.measuring import measure
-from holdfast.core.health import TEXT_CHARS_MAX, Problem, Stage, Timing
+from holdfast.core.health.findings import TEXT_CHARS_MAX, Problem, Stage, Timing
 
 WRONG_RESULT = "wrong-result"
 CHECK_FAILED = "check-failed"
@@ -21,16 +21,16 @@ CHECK_FAILED = "check-failed"
 Found = tuple[list[Timing], list[Problem]]
 
 
-def check_alone(accelerator: Accelerator, directory: Path, workers: int) -> Found:
-    """All stages."""
-    timings, problems = check_disk(directory)
+def check_alone(accelerator: Accelerator, directory: Path, workers: int, stages: Sequence[Stage] = ()) -> Found:
+    """Those stages, or all."""
+    timings, problems = check_disk(directory) if not stages or "disk" in stages else ([], [])
     try:
         devices = accelerator.devices()
         problems += device_problems(accelerator, devices, workers)
     except Exception as error:  # a driver may raise anything
         return timings, [*problems, problem_of(accelerator, "device", error)]
     for device in devices:
-        more_timings, more_problems = check_device(accelerator, device)
+        more_timings, more_problems = check_device(accelerator, device, stages)
         timings += more_timings
         problems += more_problems
     return timings, problems
@@ -60,14 +60,16 @@ def memory_problem(accelerator: Accelerator, device: Device) -> Problem | None:
     return Problem("device", "device-memory-taken", text, device.index)
 
 
-def check_device(accelerator: Accelerator, device: Device) -> Found:
-    """The speed of both tasks, and whether they are done right."""
+def check_device(accelerator: Accelerator, device: Device, stages: Sequence[Stage] = ()) -> Found:
+    """The speed of both tasks, or of those asked for, and whether they are done right."""
     timings: list[Timing] = []
-    stages: list[tuple[Stage, Callable[[int], Work]]] = [
+    tasks: list[tuple[Stage, Callable[[int], Work]]] = [
         ("matmul", accelerator.prepare_matmul),
         ("bandwidth", accelerator.prepare_bandwidth),
     ]
-    for stage, prepare in stages:
+    for stage, prepare in tasks:
+        if stages and stage not in stages:
+            continue
         try:
             work = prepare(device.index)
             timings.append(measure(stage, work.run, device.index))

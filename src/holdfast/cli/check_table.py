@@ -6,10 +6,10 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from holdfast.core.health import ALONE, PAIRED, Measured, NodeVerdict, Stage
+from holdfast.core.health.findings import ALONE, PAIRED, Measured, NodeVerdict, Stage
+from holdfast.core.health.verdicts import milliseconds
 from holdfast.core.records import NodesChecked
 from holdfast.core.sentences import link_sentence
-from holdfast.core.verdicts import milliseconds
 from holdfast.observe.words import moment, plain
 
 STYLES = {"fit": "green", "slow": "yellow", "unfit": "red"}

@@ -26,12 +26,17 @@ from holdfast.core.stragglers import ACTIONS
 from holdfast.core.transact import replay
 from holdfast.errors import JournalError, JournalLockedError, UsageError, WireError
 from holdfast.failover import DynamicFailoverExtension, load
-from holdfast.journal import BOOK_NAME, NodeBook, SqliteJournal, read_entries, set_aside
+from holdfast.journal import BOOK_NAME, NodeBook, SqliteJournal, is_abandoned, read_entries, set_aside
 from holdfast.master.master import Master
 from holdfast.master.steward import Steward
 from holdfast.monitors import load as load_monitors
 from holdfast.platforms.base import open_platform
 from holdfast.wire.channel import Tls
+
+ABANDONED_PATIENCE_S = 10.0
+"""For a master whose agent is gone: it needs about two seconds to see that it is alone. One that other nodes still need
+stays, and is not waited for for ever."""
+LOOK_AGAIN_S = 0.05
 
 log = structlog.get_logger("master")
 
@@ -69,7 +74,7 @@ async def _run(
 ) -> int:
     try:
         check_free(options.host, options.port)  # before the journal is touched: most often another agent was first
-        journal = open_journal(Path(options.state_dir), options.job_id, settings, resume=options.resume)
+        journal = await _open_when_free(options, settings)
         try:
             the_master = Master(journal, options.job_id, settings, extension=extension, steward=_steward(options))
             if options.parent_pid:
@@ -93,7 +98,27 @@ def _steward(options: argparse.Namespace) -> Steward:
     return Steward(NodeBook(state_dir / BOOK_NAME), open_platform("local", state_dir), load_monitors())
 
 
-def open_journal(state_dir: Path, job_id: str, settings: Settings, *, resume: bool) -> SqliteJournal:
+async def _open_when_free(options: argparse.Namespace, settings: Settings) -> SqliteJournal:
+    """An agent that was killed and is started again finds the master of its last life still there: that one ends when
+    it sees that nobody is left to work for, and is waited for. One that is kept is not."""
+    state_dir, give_up_at, is_said = Path(options.state_dir), time.monotonic() + ABANDONED_PATIENCE_S, False
+    while True:
+        try:
+            return open_journal(
+                state_dir, options.job_id, settings, resume=options.resume, keeper_pid=options.parent_pid
+            )
+        except JournalLockedError:
+            if time.monotonic() > give_up_at or not is_abandoned(journal_path(state_dir, options.job_id)):
+                raise
+        if not is_said:
+            log.info("the last master of this job is ending, as its agent is gone: waiting for its journal")
+            is_said = True
+        await asyncio.sleep(LOOK_AGAIN_S)
+
+
+def open_journal(
+    state_dir: Path, job_id: str, settings: Settings, *, resume: bool, keeper_pid: int = 0
+) -> SqliteJournal:
     """The job's journal: a new one, an unfinished one to go on with, or with `resume` the one there must be."""
 
     def look(path: Path) -> None:
@@ -105,7 +130,7 @@ def open_journal(state_dir: Path, job_id: str, settings: Settings, *, resume: bo
         if path.exists() and not resume:
             _look_at_earlier(path, settings)
 
-    return SqliteJournal(journal_path(state_dir, job_id), before_open=look)
+    return SqliteJournal(journal_path(state_dir, job_id), before_open=look, keeper_pid=keeper_pid)
 
 
 def journal_path(state_dir: Path, job_id: str) -> Path:

@@ -19,13 +19,15 @@ from rich.text import Text
 
 from holdfast.cli import exit_codes
 from holdfast.cli.status import STATE_DIR_DEFAULT, Format, Output, Screen, StateDir
-from holdfast.core.reputation import Grade, Kind, Mark, NodeEvent, Repute, add_up, judge
+from holdfast.core.health.reputation import Grade, Kind, Mark, NodeEvent, Repute, add_up, judge
 from holdfast.journal import BOOK_NAME, NodeBook
 from holdfast.observe.words import duration, moment, plain
 from holdfast.platforms.base import Platform, open_platform
 
 STYLES = {Grade.PROBATION: "yellow", Grade.BANNED: "red", Grade.CORDONED: "bold red"}
 WHY_CHARS_MAX = 500
+NAME_CHARS_MAX = 255
+"""As of a host, its domain included."""
 
 MachineName = Annotated[str, typer.Argument(metavar="MACHINE", help="As `holdfast nodes ls` shows it.")]
 
@@ -92,6 +94,8 @@ def cordon(
     state_dir: StateDir = STATE_DIR_DEFAULT,
 ) -> None:
     """Keep a machine from jobs until it is let back."""
+    if not 1 <= len(machine) <= NAME_CHARS_MAX or not machine.isprintable() or " " in machine:
+        _refuse(f"no machine is called {machine!r}: give its host's name, or the name that `--machine` gives it")
     book, platform = _open(state_dir)
     why = why[:WHY_CHARS_MAX] or "no reason given"
     platform.mark_unschedulable(Mark(machine=machine, at=time.time(), by=_who(), why=why))

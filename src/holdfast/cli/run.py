@@ -25,8 +25,8 @@ from holdfast.errors import UsageError
 
 if TYPE_CHECKING:
     from holdfast.agent.agent import Result
+    from holdfast.agent.birth.launcher import Launcher
     from holdfast.agent.config import AgentConfig, MasterPlan, Program
-    from holdfast.agent.launcher import Launcher
     from holdfast.agent.logs import LogPlan
     from holdfast.core.fault_types import FaultTable
 
@@ -59,13 +59,15 @@ def check_options(options: RunOptions) -> None:
 
 
 def fault_table(options: RunOptions) -> FaultTable:
-    """The user's rules, before ours. A file that cannot be meant is refused, with its line."""
+    """The user's rules, before those of the processors here, before ours. A file that cannot be meant is refused, with
+    its line."""
     from holdfast.checks.accelerators import registry
-    from holdfast.core.fault_table import BUILT_IN, read_fault_table, with_accelerator
+    from holdfast.core.fault_table import BUILT_IN, read_fault_table, with_accelerator, with_detected
 
-    table = BUILT_IN
     if options.accelerator:
-        table = with_accelerator(table, registry.load(options.accelerator).faults)
+        table = with_accelerator(BUILT_IN, registry.load(options.accelerator).faults)
+    else:
+        table = with_detected(BUILT_IN, [rule for kind in registry.present() for rule in kind.faults])
     if not options.fault_table:
         return table
     try:
@@ -78,7 +80,8 @@ def fault_table(options: RunOptions) -> FaultTable:
 
 async def run_agent(options: RunOptions) -> int:
     environment = worker_base_environment(options, os.environ)
-    from holdfast.agent.launcher import Launcher  # before gRPC: the fork server warms up while the rest is imported
+    # before gRPC: the fork server warms up while the rest is imported
+    from holdfast.agent.birth.launcher import Launcher
 
     warm = options.start_method == "forkserver" and not _is_exec(options) and not options.python_exec
     launcher = await Launcher.start("warm" if warm else "cold", options.preload, environment)

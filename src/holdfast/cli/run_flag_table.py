@@ -99,7 +99,7 @@ LAUNCHING = (
         "forkserver",
         choices=("spawn", "fork", "forkserver"),
     ),
-    _ours("--preload", "modules the fork server imports ahead, with commas between", "MODULES", ""),
+    _ours("--preload", "modules the fork server imports ahead, beside torch; none: not even torch", "MODULES", ""),
     Flag("--role", "name of the workers' role", "NAME", "default"),
     Flag(
         "--numa-binding",

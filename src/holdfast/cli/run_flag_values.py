@@ -147,6 +147,8 @@ def signal_names(text: str) -> tuple[str, ...]:
 
 def module_names(text: str) -> tuple[str, ...]:
     names = tuple(part.strip() for part in text.split(",")) if text.strip() else ()
+    if "none" in names and len(names) > 1:
+        raise ArgumentTypeError("none means that nothing is imported ahead: give it alone, or leave it out")
     if not all(word.isidentifier() for name in names for word in name.split(".")):
         raise ArgumentTypeError("give module names with commas between, as in numpy,transformers.models")
     return names

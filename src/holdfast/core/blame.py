@@ -21,8 +21,8 @@ import msgspec
 
 from holdfast.core.fault_types import Blame, Severity
 from holdfast.core.faults import Failure, is_collateral
+from holdfast.core.health.reputation import DAY_S, Grade
 from holdfast.core.ladder import FailoverStrategy, Strategy, Verdict
-from holdfast.core.reputation import DAY_S, Grade
 from holdfast.core.state import NOTED_MAX, Job, Node, Noted, Present
 
 MARK_CHARS_MAX = 300
@@ -159,7 +159,7 @@ def why_kept(job: Job, found: Accusation, now: float) -> str:
     """Why a node that is to blame is not sent away; empty if it is."""
     if "failover extension" in found.why:
         return ""  # the user knows what it costs
-    others = sum(node.eligible for node in job.nodes.values() if node is not found.node)
+    others = sum(node is not found.node for node in job.able)
     if others < job.settings.nodes_min:
         return f"{others} of at least {job.settings.nodes_min} nodes would be left"
     lately = [c for c in job.cordons if c.at > now - DAY_S]
@@ -182,7 +182,7 @@ def is_excused(job: Job, failure: Failure) -> bool:
     """Whether the failure is its node's, and the node is on its way out: no restart is used up for it."""
     node = job.nodes.get(failure.node_id)
     is_leaving = node is None or not isinstance(node.standing, Present)
-    return is_leaving and failure.blame is Blame.NODE
+    return is_leaving and (failure.blame is Blame.NODE or failure.verdict is Verdict.CORDON)
 
 
 def doubtful_nodes(job: Job) -> frozenset[str]:

@@ -8,13 +8,14 @@ waits for, `conclude` acts on it when it is there, so that a driver neither slee
 In order, the first that applies:
 
 1. a connection is broken for longer than its grace      the node is lost
-   nodes are to be checked (checkup.py)                   the next round, or the verdicts
+   nodes are to be checked (health/checkup.py)            the next round, or the verdicts
 2. no view is in force                                    form one when the nodes are there, or give up in time
 3. all workers of the view succeeded                      the job succeeded; or its checkpoint is written, if that is
                                                           what they were kept for
 4. the view cannot stay (troubles.py), or another is wanted (planned.py)
        an incident opens; while the picture is incomplete, wait a moment
-       (a node's verdict is out, or what is known may be an echo); then strategy.py chooses, once a view
+       (a node's verdict is out, or what is known may be an echo); then nodes are sent away (blame.py) or suspected
+       (health/suspects.py), and strategy.py chooses, once a view
 5. a view whose workers were kept has committed a step,   the incident closes
    or all workers of one that started anew run
 6. witnesses of steps are due for the journal             a piece of their chain (ledger.py); before the end, all
@@ -27,12 +28,13 @@ from __future__ import annotations
 
 import heapq
 
-from holdfast.core import blame, checkup, ledger, planned, stragglers, strategy, troubles
+from holdfast.core import blame, ledger, planned, stragglers, strategy, troubles
 from holdfast.core import records as r
 from holdfast.core.faults import Failure, describe, is_collateral, root_cause
 from holdfast.core.forming import form_anew, form_kept, store_among
+from holdfast.core.health import checkup, suspects
+from holdfast.core.health.reputation import Grade, preference
 from holdfast.core.ladder import LADDER
-from holdfast.core.reputation import Grade, preference
 from holdfast.core.state import Finished, Gathering, Incident, Job, Left, Linked, Lost, Unlinked
 from holdfast.core.troubles import Trouble
 from holdfast.core.views import View
@@ -103,8 +105,12 @@ def _fault_deadlines(job: Job, trouble: Trouble) -> list[float]:
     """Of a fault, nothing is left to do but to wait for a store or for the picture to be complete."""
     if job.incident and (_decided(job) or _lacks_store(job, trouble)):
         return [_storeless_until(job, job.incident)]
-    complete_at = troubles.complete_at(job)
+    complete_at = _complete_at(job)
     return [complete_at] if complete_at else []
+
+
+def _complete_at(job: Job) -> float:
+    return troubles.complete_at(job, can_retry=strategy.is_open(job, r.Strategy.RETRY))
 
 
 def _overdue_link(job: Job, now: float) -> r.NodeLost | None:
@@ -175,8 +181,9 @@ def _while_gathering(job: Job, phase: Gathering, now: float) -> r.Record | None:
         return None
     if len(eligible) >= job.settings.nodes_min:
         return _no_store(phase.since, now)
+    came = len(eligible) + len(checkup.awaited(job))
     why = (
-        f"waited {now - phase.since:.0f} s for {job.settings.nodes_min} nodes, {len(eligible)} came:"
+        f"waited {now - phase.since:.0f} s for {job.settings.nodes_min} nodes, {came} came:"
         " start the missing ones, lower the minimum of --nnodes, or raise join_timeout in --rdzv-conf"
         f"{checkup.why_missing(job)}"
     )
@@ -231,10 +238,12 @@ def _while_troubled(job: Job, view: View, trouble: Trouble, now: float) -> r.Rec
         return r.IncidentOpened(
             at=now, number=number, view=view.number, kind=trouble.kind, cause=trouble.text
         )
-    if _verdict_is_out(job) or now < troubles.complete_at(job):
+    if _verdict_is_out(job) or now < _complete_at(job):
         return None
     if found := blame.accused(job, now):
         return _cordon(found, now)
+    if suspected := suspects.suspect(job, now):
+        return suspected
     if _decided(job) and incident.strategy not in KEEPING:
         return _act(job, incident, trouble, now)
     choice = strategy.choose(job, trouble)
@@ -286,10 +295,8 @@ def _lacks_store(job: Job, trouble: Trouble) -> bool:
 def _act(job: Job, incident: Incident, trouble: Trouble, now: float) -> r.Record | None:
     if incident.strategy is r.Strategy.EXIT:
         return _give_up(job, incident, trouble, now)
-    if suspected := checkup.suspect(job, now):
-        return suspected
     eligible = [n for n in job.nodes.values() if n.eligible]
-    if awaited := checkup.members_awaited(job):
+    if awaited := suspects.members_awaited(job):
         deadline = now + job.settings.join_timeout_s
         return r.GatheringBegan(at=now, deadline=deadline, why=f"{', '.join(awaited)} to be checked first")
     if len(eligible) >= job.settings.nodes_min:

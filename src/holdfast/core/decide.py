@@ -19,12 +19,14 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
-from holdfast.core import checkup, leases, ledger
 from holdfast.core import events as e
+from holdfast.core import leases, ledger
 from holdfast.core import records as r
 from holdfast.core.faults import TRACEBACK_CHARS_MAX, Failure
+from holdfast.core.health import checkup
 from holdfast.core.kept import IMAGES_MAX, SAID_EVERY_S, KeptImage, safety
 from holdfast.core.state import Draining, Finished, Incident, Job, Linked, Lost, Node, Present, Serving, Unlinked
+from holdfast.core.troubles import seats_without
 
 MESSAGE_CHARS_MAX = 2_000
 """Of a failed step's error."""
@@ -157,10 +159,7 @@ def _is_counted_on(job: Job, node_id: str, incarnation: str, view: int, local_ra
     """Whether a worker that ended in an earlier view is still counted among those that hold the state."""
     if job.view is None or view >= job.view.number or not _in_current_view(job, node_id, incarnation, job.view.number):
         return False
-    before = job.crew_before.get(node_id, ())
-    exact = view == job.view.number - 1 and len(before) == job.members[node_id].workers
-    seats = enumerate(job.crew.get(node_id, ()))
-    return any(h and h.view <= view and (not exact or local == local_rank) for local, h in seats)
+    return seats_without(job, node_id, local_rank, view) != job.crew.get(node_id, ())
 
 
 def _session_news(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from holdfast.core.faults import Failure
-from holdfast.core.health import CheckResult
+from holdfast.core.health.findings import CheckResult
+from holdfast.core.health.reputation import Repute
 from holdfast.core.kept import KeptImage
 from holdfast.core.leases import Lease, Trouble
-from holdfast.core.reputation import Repute
 
 
 class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -302,6 +302,7 @@ class StretchSkipped(msgspec.Struct, frozen=True, kw_only=True, tag="stretch-ski
     incarnation: str
     view: int
     source: int
+    name: str
     first_step: int
     end_step: int
     why: str

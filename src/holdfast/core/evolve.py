@@ -7,10 +7,11 @@ from typing import assert_never
 
 import msgspec
 
-from holdfast.core import checkup, leases, ledger, stragglers
+from holdfast.core import leases, ledger, stragglers
 from holdfast.core import records as r
 from holdfast.core.blame import doubtful_nodes, note
 from holdfast.core.copies import Holder, Seats, layout_of, reseat
+from holdfast.core.health import checkup
 from holdfast.core.invariants import check_after
 from holdfast.core.ladder import Strategy
 from holdfast.core.placement import Site, parity_groups, place
@@ -32,7 +33,7 @@ from holdfast.core.state import (
     Serving,
     Unlinked,
 )
-from holdfast.core.troubles import dead_seats, is_disturbed, marks
+from holdfast.core.troubles import dead_seats, is_disturbed, marks, seats_without
 from holdfast.core.views import Member, View
 
 SEVERITY: tuple[r.IncidentKind, ...] = ("planned", "node", "worker")
@@ -324,18 +325,9 @@ def _seat_holders(job: Job, member: Member) -> None:
 
 
 def _forget_holder(job: Job, node_id: str, local_rank: int, number: int) -> None:
-    """A worker of an earlier view is gone after all. Which one it is now is known, by what it held, if it is of the
-    view just before; else none that it could be is counted on."""
-    assert job.view is not None
-    if node_id not in job.crew:
-        return
-    before = job.crew_before.get(node_id, ())
-    exact = number == job.view.number - 1 and local_rank < len(before)
-    gone = before[local_rank] if exact else None
-    job.crew[node_id] = tuple(
-        None if holder and holder.view <= number and (not exact or holder == gone) else holder
-        for holder in job.crew[node_id]
-    )
+    """A worker of an earlier view is gone after all."""
+    if node_id in job.crew:
+        job.crew[node_id] = seats_without(job, node_id, local_rank, number)
 
 
 # --- incidents

@@ -58,13 +58,21 @@ FAULT_TYPES: tuple[FaultType, ...] = (
     ),
     _T(name="killed", blame=_PROCESS, severity=_PASSING, meaning="somebody killed the process"),
     _T(name="terminated", blame=_PROCESS, severity=_PASSING, meaning="somebody told the process to end"),
-    _T(name="aborted", blame=_PROCESS, severity=_PASSING, meaning="native code gave up"),
-    _T(name="crashed", blame=_PROCESS, severity=_PASSING, meaning="native code crashed"),
+    _T(name="aborted", blame=_PROCESS, severity=_PASSING, meaning="native code gave up", examine=True),
+    _T(name="crashed", blame=_PROCESS, severity=_PASSING, meaning="native code crashed", examine=True),
     _T(
         name="bus-error",
         blame=_PROCESS,
         severity=_PASSING,
         meaning="memory behind an address was gone, as when /dev/shm is full or a mapped file was cut",
+        examine=True,
+    ),
+    _T(
+        name="gpu-launch-failure",
+        blame=_PROCESS,
+        severity=_SERIOUS,
+        meaning="a kernel on the device did not come to its end, by its own fault or the device's",
+        examine=True,
     ),
     _T(name="loader-died", blame=_PROCESS, severity=_PASSING, meaning="a data loader's own process died"),
     _T(name="hang", blame=_PROCESS, severity=_PASSING, meaning="the process did not move any more"),
@@ -93,7 +101,14 @@ FAULT_TYPES: tuple[FaultType, ...] = (
     _T(name="check-failed", blame=_NODE, severity=_SERIOUS, meaning="a check of the node failed"),
     # The ways between nodes.
     _T(name="connection-lost", blame=_NETWORK, severity=_PASSING, meaning="a connection to another rank broke"),
-    _T(name="link-down", blame=_NETWORK, severity=_SERIOUS, meaning="a network link of the node is down"),
+    _T(name="link-down", blame=_NETWORK, severity=_SERIOUS, meaning="a network link of the node is down", examine=True),
+    _T(
+        name="network-device-error",
+        blame=_NETWORK,
+        severity=_SERIOUS,
+        meaning="a network card failed, or what it spoke to did",
+        examine=True,
+    ),
     _T(name="collective-timeout", blame=_NETWORK, severity=_PASSING, meaning="others did not come to a collective"),
     # Files.
     _T(
@@ -110,6 +125,7 @@ FAULT_TYPES: tuple[FaultType, ...] = (
         blame=_PLATFORM,
         severity=_SERIOUS,
         meaning="processes of an earlier job still hold the device",
+        examine=True,
     ),
     _T(name="not-started", blame=_PLATFORM, severity=_SERIOUS, meaning="the process could not be started"),
 )
@@ -127,6 +143,7 @@ def hardware_types(rules: Iterable[FaultRule]) -> tuple[FaultType, ...]:
             blame=_PLATFORM if name.endswith("residual-processes") else _NODE,
             severity=_CRITICAL if name.endswith(CRITICAL_ENDINGS) else _SERIOUS,
             meaning=f"the hardware or its driver failed ({name.replace('-', ' ')})",
+            examine=True,
         )
         for name in dict.fromkeys(rule.fault for rule in rules)
         if name not in known

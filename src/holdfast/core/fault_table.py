@@ -1,7 +1,8 @@
 """Which fault is it? From how a process ended and what it said to a typed fault, by tables. Pure.
 
 The kind of evidence decides first, the best first; within a kind, whose table it is: the user's, the accelerator's,
-ours. Within a table, the first row that fits.
+ours. Of an accelerator that nobody named and that was merely found, rows by which an exit code, a signal or an
+exception of ours would mean something else are left out. Within a table, the first row that fits.
 
     1. rules that name an exception       its type is the best that is known; a text beside it narrows it down
     2. rules that name an exit code       somebody chose it for a reason
@@ -19,6 +20,7 @@ A user's file (`--fault-table FILE.toml`) adds rules, and kinds of its own or an
     severity = "passing"             # passing, serious, critical
     meaning = "the licence server did not answer"
     forbids = ["recover-in-place"]   # strategies that would not help; none if left out
+    examine = true                   # with --node-check, its node is examined; what is blamed on the node always is
 
     [[rule]]
     fault = "licence-server"
@@ -37,14 +39,16 @@ from typing import TypeVar
 import msgspec
 
 from holdfast.core.fault_rows import FAULT_RULES, FAULT_TYPES, hardware_types
-from holdfast.core.fault_types import Fault, FaultRule, FaultTable, FaultType
+from holdfast.core.fault_types import Blame, Fault, FaultRule, FaultTable, FaultType, Severity
 from holdfast.core.faults import End, Exited, Failure, NotStarted, OutOfMemory, Signalled
+from holdfast.core.ladder import Strategy
 from holdfast.errors import UsageError
 
 EVIDENCE_CHARS_MAX = 200
 SHELL_BASE = 128
 CRASHES = frozenset({"SIGABRT", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGTRAP", "SIGSYS"})
 """Signals by which native code ends itself, most often after having said why."""
+WORDS = {"blame": tuple(Blame), "severity": tuple(Severity), "forbids": tuple(Strategy)}
 FALL_BACK = {Exited: "exited", Signalled: "killed", OutOfMemory: "host-out-of-memory", NotStarted: "not-started"}
 
 _T = TypeVar("_T", FaultType, FaultRule)
@@ -66,6 +70,17 @@ def with_accelerator(table: FaultTable, rules: Iterable[FaultRule]) -> FaultTabl
     """The table with an accelerator's rules, which go before its own. They mean hardware, whatever they are called."""
     added = tuple(rules)
     return with_rules(table, added, (one for one in hardware_types(added) if one.name not in table.types))
+
+
+def with_detected(table: FaultTable, rules: Iterable[FaultRule]) -> FaultTable:
+    """The table with the rules of processors that were found here and that nobody named. They add to it: what the table
+    says of an exit code, a signal or an exception by itself stays."""
+    said = {_by_itself(rule) for ours in table.tables for rule in ours if not rule.text}
+    return with_accelerator(table, [rule for rule in rules if rule.text or _by_itself(rule) not in said])
+
+
+def _by_itself(rule: FaultRule) -> tuple[str, int | None, str]:
+    return rule.exception.rpartition(".")[2], rule.code, rule.signal
 
 
 def typed(failure: Failure, table: FaultTable = BUILT_IN) -> Failure:
@@ -99,6 +114,7 @@ def _fault(table: FaultTable, name: str, evidence: str) -> Fault:
         meaning=kind.meaning,
         forbids=kind.forbids,
         evidence=evidence[:EVIDENCE_CHARS_MAX],
+        examine=kind.examine,
     )
 
 
@@ -170,10 +186,13 @@ def read_fault_table(text: str, name: str, table: FaultTable = BUILT_IN) -> Faul
     _check_shape(content, text, name)
     types = [_convert(entry, FaultType, "fault", i, text, name) for i, entry in enumerate(content.get("fault", []))]
     rules = [_convert(entry, FaultRule, "rule", i, text, name) for i, entry in enumerate(content.get("rule", []))]
+    for i, one in enumerate(types):
+        if problem := _problem_of_type(one, types[:i]):
+            raise UsageError(f"--fault-table {name}, {_line(text, 'fault', i, 'name')}: key name: {problem}")
     known = {*table.types, *(one.name for one in types)}
     for i, rule in enumerate(rules):
-        if problem := _problem(rule, known):
-            raise UsageError(f"--fault-table {name}, {_line(text, 'rule', i, problem[0])}: {problem[1]}")
+        if found := _problem(rule, known) or _repetition(rule, rules[:i]):
+            raise UsageError(f"--fault-table {name}, {_line(text, 'rule', i, found[0])}: {found[1]}")
     return with_rules(table, rules, types)
 
 
@@ -200,7 +219,16 @@ def _convert(entry: dict[str, object], kind: type[_T], header: str, index: int, 
         reason, _, path = str(error).partition(" - at `$.")
         key = re.split(r"[`\[.]", path)[0]
         where = f"{_line(text, header, index, key)}{f', key {key}' if key else ''}"
-        raise UsageError(f"--fault-table {name}, {where}: {reason}") from None
+        choice = f", there are {', '.join(WORDS[key])}" if key in WORDS else ""
+        raise UsageError(f"--fault-table {name}, {where}: {reason}{choice}") from None
+
+
+def _problem_of_type(one: FaultType, before: Sequence[FaultType]) -> str:
+    if not one.name.strip():
+        return "a fault needs a name, by which rules refer to it"
+    if any(other.name == one.name for other in before):
+        return f"there is a fault {one.name!r} above, give each one [[fault]]"
+    return ""
 
 
 def _problem(rule: FaultRule, known: Iterable[str]) -> tuple[str, str] | None:
@@ -220,7 +248,27 @@ def _problem(rule: FaultRule, known: Iterable[str]) -> tuple[str, str] | None:
             return "text", f"key text: {rule.text!r} is no regular expression, {error}"
     if rule.signal and rule.signal not in Signals.__members__:
         return "signal", f"key signal: there is no signal {rule.signal!r}, give a name such as SIGSEGV"
+    if rule.signal and rule.code is not None and signal_of(Exited(rule.code)) != rule.signal:
+        return "signal", f"key signal: who exits with code {rule.code} was not ended by {rule.signal}, give one of them"
     return None
+
+
+def _repetition(rule: FaultRule, before: Sequence[FaultRule]) -> tuple[str, str] | None:
+    """A rule that can never be the first that fits."""
+    same = [other for other in before if msgspec.structs.replace(other, fault=rule.fault) == rule]
+    return ("", f"a rule above has the same signs, and means {same[0].fault!r}: leave one out") if same else None
+
+
+def checked_rules(rules: object) -> tuple[FaultRule, ...]:
+    """A plug-in's rules. UsageError says which of them cannot be meant: it would be found out by the first fault."""
+    try:
+        found = msgspec.convert(msgspec.to_builtins(rules), tuple[FaultRule, ...])
+    except (msgspec.ValidationError, TypeError) as error:
+        raise UsageError(f"its faults are no rows of FaultRule: {error}") from None
+    for number, rule in enumerate(found, 1):
+        if problem := _problem(rule, {rule.fault}):
+            raise UsageError(f"row {number} of its faults, {problem[1]}")
+    return found
 
 
 def _line(text: str, header: str, index: int, key: str = "") -> str:

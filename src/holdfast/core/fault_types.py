@@ -53,6 +53,9 @@ class FaultType(msgspec.Struct, frozen=True, kw_only=True):
     """For a person, without a full stop."""
     forbids: tuple[Strategy, ...] = ()
     """What would not help, or would do harm."""
+    examine: bool = False
+    """Whether a broken machine may be behind it, though it is not blamed: with `--node-check` its node is examined. A
+    fault of the node's is a reason by itself."""
 
 
 class FaultRule(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,6 +84,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     forbids: tuple[Strategy, ...] = ()
     evidence: str = ""
     """By what it was recognised; empty if only by how the process ended."""
+    examine: bool = False
 
 
 class FaultTable(msgspec.Struct, frozen=True):

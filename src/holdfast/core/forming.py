@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from holdfast.core import records as r
+from holdfast.core.health.reputation import preference
 from holdfast.core.ladder import Strategy
 from holdfast.core.plans import Place, Plan
-from holdfast.core.reputation import preference
 from holdfast.core.shares import carried
 from holdfast.core.state import Job, Node
 from holdfast.core.views import Candidate, Member, View, assign_group_ranks, choose, seat_members

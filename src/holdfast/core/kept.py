@@ -1,19 +1,22 @@
 """What of the state is in the nodes' memory and on storage, and what that is safe against. Pure.
 
-Each node says which images it holds: its own workers', and those it keeps for other nodes. A step is whole if all parts
-of one cut are there, copied in the same view. From that follow three steps:
+Each node says which images it holds: its own workers', those it keeps for other nodes, and those that it could make
+again together with the others of its parity group. A step is whole if all parts of one cut are there, copied in the
+same view. From that follow three steps:
 
     in memory      whole on the nodes that are there: survives all workers
     elsewhere too  whole without any one of them: survives a node
     on storage     published: survives the job
 
 Nodes do not speak at the same moment, so that what they say together may name no step that all have: one is at steps
-41 and 40, another was at 38 and 37. But every seat keeps the last step that is whole everywhere (wire/slots.py), so
-there is one: not below the least of what is the newest of each part. (Replicas come later, and keep to no such rule.)
+41 and 40, another was at 38 and 37. But every seat keeps the last step that is whole everywhere (wire/slots.py), and so
+do those who hold its copies: so there is one, not below the least of what is the newest of each part. (Where a partner
+could not keep up, snapshots went on without it, and there may be none: the start sees that, and takes a checkpoint.)
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -36,6 +39,8 @@ class KeptImage(msgspec.Struct, frozen=True, array_like=True):
     """In which it was copied."""
     is_replica: bool = False
     """Kept for another node."""
+    pieces: int = 1
+    """It is there if so many nodes say so: each has its piece of the parity."""
 
 
 class Safety(msgspec.Struct, frozen=True):
@@ -66,12 +71,10 @@ def whole_at_least(images: Iterable[KeptImage]) -> int:
     """A step that is whole, or a later one is; -1: none."""
     there: dict[tuple[int, Cut], set[int]] = {}
     newest: dict[Cut, dict[int, int]] = {}
-    for image in images:
-        cut = _cut(image)
-        there.setdefault((image.step, cut), set()).add(image.part)
-        if not image.is_replica:
-            parts = newest.setdefault(cut, {})
-            parts[image.part] = max(parts.get(image.part, -1), image.step)
+    for step, cut, part in _put_together(images):
+        there.setdefault((step, cut), set()).add(part)
+        parts = newest.setdefault(cut, {})
+        parts[part] = max(parts.get(part, -1), step)
     named = (step for (step, cut), found in there.items() if len(found) >= cut.parts)
     by_the_rule = (min(parts.values()) for cut, parts in newest.items() if len(parts) >= cut.parts)
     return max((*named, *by_the_rule), default=-1)
@@ -84,10 +87,12 @@ def safety(images: Images, storage: int) -> Safety:
 
 def _elsewhere(images: Images) -> int:
     """The highest step that is whole whichever single node is taken away. Per part: who has it; a part that one node
-    alone has is lost with that node."""
+    alone has is lost with that node. Parity counts as one more: it is never with who has the image."""
     holders: dict[tuple[int, Cut], dict[int, int]] = {}
-    for node in images.values():
-        for step, cut, part in {(one.step, _cut(one), one.part) for one in node}:
+    alone = [_put_together(one for one in node if one.pieces == 1) for node in images.values()]
+    together = _put_together(one for node in images.values() for one in node if one.pieces > 1)
+    for found in (*alone, together):
+        for step, cut, part in found:
             counts = holders.setdefault((step, cut), {})
             counts[part] = counts.get(part, 0) + 1
     safe = (
@@ -96,6 +101,12 @@ def _elsewhere(images: Images) -> int:
         if len(counts) >= cut.parts and min(counts.values()) >= 2
     )
     return max(safe, default=-1)
+
+
+def _put_together(images: Iterable[KeptImage]) -> set[tuple[int, Cut, int]]:
+    """(step, cut, part) of those that are there."""
+    found = Counter((one.step, _cut(one), one.part, one.pieces) for one in images)
+    return {(step, cut, part) for (step, cut, part, pieces), count in found.items() if count >= pieces}
 
 
 def _cut(image: KeptImage) -> Cut:

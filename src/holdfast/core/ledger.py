@@ -143,11 +143,10 @@ def decide(
             life = ledger.life_of(view)
             known = life is None or life.sources == sources
             return [] if known else [r.DataDescribed(at=now, view=view, sources=sources)]
-        case e.StretchSkipped(view=view, source=source, first_step=first, end_step=end, why=why):
+        case e.StretchSkipped(view=view, source=source, name=name, first_step=first, end_step=end, why=why):
             life = ledger.life_of(view)
             if life is None or (source in life.chains and (first, end) in life.chains[source].skips):
                 return []
-            name = life.sources[source].name if life.sources and source < len(life.sources) else ""
             return [r.DataSkipped(at=now, view=view, source=source, name=name, first_step=first, end_step=end, why=why)]
 
 

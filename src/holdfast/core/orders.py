@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import msgspec
 
-from holdfast.core import checkup
 from holdfast.core import records as r
 from holdfast.core.events import SessionInfo
 from holdfast.core.faults import Failure
-from holdfast.core.health import CheckTask
+from holdfast.core.health import checkup
+from holdfast.core.health.findings import CheckTask
 from holdfast.core.ladder import Strategy
 from holdfast.core.planned import may_resize
 from holdfast.core.plans import is_member, standby
@@ -25,6 +25,9 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     bulk_port: int
     workers: int
+    rooms: int = 0
+    """How many of its workers may have had snapshots at once: one that closed up to a lower seat has them where they
+    were. 0: as many as there are workers."""
 
 
 class Serve(msgspec.Struct, frozen=True, kw_only=True, tag="serve"):
@@ -242,8 +245,14 @@ def _peers(job: Job, node_ids: tuple[str, ...]) -> tuple[Peer, ...]:
     """Of this view's members, also of one that is just being lost."""
     found = [(node, job.members[node_id]) for node_id in node_ids if (node := job.nodes.get(node_id))]
     return tuple(
-        Peer(node_id=n.node_id, address=n.info.address, bulk_port=n.info.bulk_port, workers=m.workers)
-        for n, m in found
+        Peer(
+            node_id=node.node_id,
+            address=node.info.address,
+            bulk_port=node.info.bulk_port,
+            workers=member.workers,
+            rooms=node.info.workers,
+        )
+        for node, member in found
     )
 
 

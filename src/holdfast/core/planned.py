@@ -21,9 +21,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from holdfast.core.health.reputation import preference
 from holdfast.core.ladder import Strategy
 from holdfast.core.plans import Place, Plan, find_substitute, keeps_a_copy, standby
-from holdfast.core.reputation import preference
 from holdfast.core.shares import can_shift, shifted
 from holdfast.core.state import Job, Node, Serving
 from holdfast.core.stragglers import untold
@@ -82,7 +82,7 @@ def _without_the_leaving(job: Job) -> Plan | None:
     waiting, places = standby(job), []
     for member in job.view.members:
         node = staying(job, member)
-        if node is None and (node := find_substitute(waiting, member)):
+        if node is None and (node := find_substitute(job, waiting, member)):
             waiting.remove(node)
         if node:
             places.append(Place(node.node_id, member.workers, member.group_rank))

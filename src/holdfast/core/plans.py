@@ -10,8 +10,8 @@ from __future__ import annotations
 import msgspec
 
 from holdfast.core.copies import lack
+from holdfast.core.health.reputation import preference
 from holdfast.core.ladder import Strategy
-from holdfast.core.reputation import preference
 from holdfast.core.state import Job, Node
 from holdfast.core.troubles import Seat, dead_seats, living_holders, mark_of, own_errors, staying, suspect
 from holdfast.core.views import Member
@@ -88,6 +88,15 @@ def retry(job: Job, damage: Damage) -> Plan | None:
     return _checked(job, Plan(strategy=Strategy.RETRY, places=_kept(job, damage), why=why))
 
 
+def recover_from_suspects(job: Job, damage: Damage) -> Plan | None:
+    """Nodes that stand by take the places of suspects with dead workers, which can then be examined while the others go
+    on. As far as there are enough; who cannot be replaced is examined before all workers start anew."""
+    assert job.view is not None
+    suspects = [m for m in job.view.members if m.node_id in damage.dead and job.is_suspect(job.nodes[m.node_id])]
+    plans = (recover(job, _with_gone(damage, suspects[:count])) for count in range(len(suspects), 0, -1))
+    return next((plan for plan in plans if plan), None)
+
+
 def recover_in_place(job: Job, damage: Damage) -> Plan | None:
     """The dead start again on their nodes."""
     if damage.gone or not damage.dead:
@@ -121,11 +130,12 @@ def recover(job: Job, damage: Damage) -> Plan | None:
         if member not in damage.gone and (may_fork or job.nodes[member.node_id].parked >= dead):
             places.append(Place(member.node_id, member.workers, member.group_rank))
             continue
-        substitute = find_substitute(waiting, member)
+        substitute = find_substitute(job, waiting, member)
         if substitute is None:
             return None
         waiting.remove(substitute)
-        taken.append(f"{substitute.node_id} for {member.node_id}")
+        is_suspect = job.is_suspect(job.nodes[member.node_id]) if member.node_id in job.nodes else False
+        taken.append(f"{substitute.node_id} for {member.node_id}{', which is to be checked' * is_suspect}")
         places.append(Place(substitute.node_id, member.workers, member.group_rank))
     if not taken:
         return None  # recover_from_parked says so better
@@ -173,14 +183,30 @@ def is_member(job: Job, node: Node) -> bool:
     return member is not None and member.incarnation == node.incarnation
 
 
-def find_substitute(waiting: list[Node], member: Member) -> Node | None:
-    """A node that can run as many workers: of the same role, of a good name, with its workers parked, the first."""
+def find_substitute(job: Job, waiting: list[Node], member: Member) -> Node | None:
+    """A node that can run as many workers: the member's own next life, which keeps its ranks; else one that has no
+    ranks of its own to come back to, of the same role, of a good name, with its workers parked, the first."""
     large = [n for n in waiting if n.info.workers >= member.workers]
     return min(
         large,
-        key=lambda n: (n.info.role != member.role, preference(n.repute), n.parked < member.workers, n.join_order),
+        key=lambda n: (
+            n.node_id != member.node_id,
+            n.node_id in job.members,
+            n.info.role != member.role,
+            preference(n.repute),
+            n.parked < member.workers,
+            n.join_order,
+        ),
         default=None,
     )
+
+
+def _with_gone(damage: Damage, members: list[Member]) -> Damage:
+    """The damage if these leave as well."""
+    left = {m.node_id for m in members}
+    dead = {node_id: count for node_id, count in damage.dead.items() if node_id not in left}
+    replaced = tuple(seat for seat in damage.replaced if seat[0] not in left)
+    return Damage((*damage.gone, *members), dead, replaced)
 
 
 def _and_the_empty_handed(job: Job, damage: Damage) -> Damage:

@@ -13,11 +13,11 @@ import msgspec
 
 from holdfast.core.events import DataSource, NodeInfo, Pace, Part, SessionInfo, Stumble, Vector
 from holdfast.core.faults import Failure
-from holdfast.core.health import CheckResult, CheckTask, LinkVerdict, NodeVerdict, Norm
+from holdfast.core.health.findings import CheckResult, CheckTask, LinkVerdict, NodeVerdict, Norm
+from holdfast.core.health.reputation import Repute
 from holdfast.core.kept import KeptImage, Safety
 from holdfast.core.ladder import Strategy as Strategy
 from holdfast.core.leases import Lease, Trouble
-from holdfast.core.reputation import Repute
 from holdfast.core.settings import Settings
 from holdfast.core.views import View
 

@@ -8,10 +8,10 @@ from typing import assert_never
 from holdfast.core import records as r
 from holdfast.core.fault_types import describe_fault
 from holdfast.core.faults import Failure, describe, describe_error
-from holdfast.core.health import LinkVerdict, NodeVerdict
+from holdfast.core.health.findings import LinkVerdict, NodeVerdict
+from holdfast.core.health.verdicts import milliseconds
 from holdfast.core.kept import Safety
 from holdfast.core.leases import Lease, Trouble
-from holdfast.core.verdicts import milliseconds
 
 STRETCHES_SHOWN_MAX = 5
 

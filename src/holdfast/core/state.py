@@ -10,7 +10,8 @@ import msgspec
 from holdfast.core.copies import Layout, Seats
 from holdfast.core.events import NodeInfo, SessionInfo, Stumble
 from holdfast.core.faults import Failure
-from holdfast.core.health import Norm, Stage
+from holdfast.core.health.findings import Norm, Stage
+from holdfast.core.health.reputation import LAST_RESORT, Repute
 from holdfast.core.kept import KeptImage, Safety
 from holdfast.core.ladder import Strategy
 from holdfast.core.leases import Streams
@@ -24,12 +25,11 @@ from holdfast.core.records import (
     NodesChecked,
     WorkersStuck,
 )
-from holdfast.core.reputation import LAST_RESORT, Repute
 from holdfast.core.settings import Settings
 from holdfast.core.views import Member, View
 
 if TYPE_CHECKING:
-    from holdfast.core.check_rounds import Checkup
+    from holdfast.core.health.check_rounds import Checkup
 
 GONE_NODES_MAX = 1_000
 """Ended lives that are remembered, for the guard of their ids and for `holdfast status`."""
@@ -361,6 +361,19 @@ class Job:
         if not any(not vector.joining for report in together.values() for vector in report.vectors):
             return {}
         return together if at_work <= {*together, *(n for n, _ in self.held)} else {}
+
+    @property
+    def able(self) -> list[Node]:
+        """Nodes that the job can count on: those that may take part in the next view, and members that are suspected
+        (health/suspects.py), which work on and may take part once they have passed their check."""
+        return [node for node in self.nodes.values() if node.eligible or self.is_suspect(node)]
+
+    def is_suspect(self, node: Node) -> bool:
+        """Whether this life of the node has a place in the view, and is to be checked before it has one in a view in
+        which all workers start anew."""
+        member = self.members.get(node.node_id)
+        is_at_work = member is not None and member.incarnation == node.incarnation
+        return is_at_work and node.is_here and isinstance(node.health, Awaited)
 
     def live(self, node_id: str, incarnation: str) -> Node | None:
         """The node, if this life of it is the current one and not over."""

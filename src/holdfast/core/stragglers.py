@@ -92,7 +92,7 @@ def _swap(job: Job, now: float) -> r.NodeDraining | None:
         node, member = job.nodes.get(node_id), job.members.get(node_id)
         if node is None or member is None or not isinstance(node.standing, Present) or job.proved < 0:
             continue
-        if find_substitute(standby(job), member):
+        if find_substitute(job, standby(job), member):
             why = "a rank on it is slower than all others, and another node stands by"
             return r.NodeDraining(at=now, node_id=node_id, incarnation=node.incarnation, signal=0, why=why)
     return None

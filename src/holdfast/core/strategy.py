@@ -11,6 +11,8 @@ state among those who live on, and has not failed in this incident:
     recover            ... and each such node has spares parked: then it   spares in their seats
                        comes first, as a spare is there sooner
                        nodes are gone, and others stand by                 those take over their ranks
+                       processes died on a node that is suspected          the same, before anything else: then it can
+                       (health/suspects.py), and another stands by         be examined while the job goes on
     elastic-training   the workers can work in a world of another size,    the living, fewer ranks
                        and the minimum of nodes is left
     dump               always                                              the living; they write a checkpoint and end
@@ -75,6 +77,7 @@ class Choice(msgspec.Struct, frozen=True):
 
 RUNGS: tuple[tuple[Strategy, Callable[[Job, Damage], Plan | None]], ...] = (
     (Strategy.RETRY, plans.retry),
+    (Strategy.RECOVER, plans.recover_from_suspects),
     (Strategy.RECOVER, plans.recover_from_parked),
     (Strategy.RECOVER_IN_PLACE, plans.recover_in_place),
     (Strategy.RECOVER, plans.recover),
@@ -97,6 +100,9 @@ def choose(job: Job, trouble: Trouble) -> Choice:
     by_request = trouble.kind == "planned" and not is_disturbed(job)
     if FailoverStrategy.GLOBAL_FAILOVER in advice:
         return _start_anew(job, trouble, "the failover extension wants every worker to start anew")
+    if all(strategy in blame.forbidden(job) for strategy, _ in RUNGS):
+        anew = _start_anew(job, trouble, "nobody's state can be trusted")
+        return msgspec.structs.replace(anew, reload=-1)
     if by_request or not online(job):
         return _start_anew(job, trouble, _why_not_online(job))
     return _climb(job)
@@ -167,10 +173,10 @@ def _start_anew(job: Job, trouble: Trouble, reason: str) -> Choice:
     if counted and job.restarts_used >= settings.restarts_max:
         left = "no restart is allowed" if not settings.restarts_max else "all restarts are used up"
         return Choice(Strategy.EXIT, False, f"{prefix}{left} (--max-restarts {settings.restarts_max})")
-    eligible = sum(n.eligible for n in job.nodes.values())
-    if eligible < settings.nodes_min:
-        return Choice(Strategy.WAIT, counted, f"{prefix}{eligible} of at least {settings.nodes_min} nodes are left")
-    nodes = min(eligible, settings.nodes_max)
+    able = len(job.able)
+    if able < settings.nodes_min:
+        return Choice(Strategy.WAIT, counted, f"{prefix}{able} of at least {settings.nodes_min} nodes are left")
+    nodes = min(able, settings.nodes_max)
     why = f"{prefix}{nodes} of {settings.nodes_max} nodes can go on"
     return Choice(Strategy.RESTART, counted, why, reload=reload)
 
@@ -183,7 +189,7 @@ def _is_own(failure: Failure) -> bool:
 
 def _in_memory(job: Job) -> int:
     """A step that is whole in the memory of the nodes that can go on, as far as is known; -1: none."""
-    able = {node_id for node_id, node in job.nodes.items() if node.eligible}
+    able = {node.node_id for node in job.able}
     return whole_at_least(one for node_id, held in job.images.items() if node_id in able for one in held)
 
 

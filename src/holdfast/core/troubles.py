@@ -6,7 +6,10 @@ acted on at once; what may be the echo of something else is given `collect_windo
 
     a member is gone, a worker died by itself, a step failed by an error of its own     complete
     only collateral errors, and workers that have said nothing                          wait for the cause
-    only collateral errors, of every worker there is                                    complete: connections broke
+    only collateral errors, of every worker there is                                    complete: connections broke;
+                                                                                        but wait if the step may not be
+                                                                                        tried again, as a cause would
+                                                                                        leave more to choose from
     nothing moves on some nodes, and others have not said so                            nothing is wrong: they wait
     nothing moves on any node                                                           complete: somebody hangs
 
@@ -20,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from holdfast.core.copies import Holder, lack
+from holdfast.core.copies import Holder, Seats, lack
 from holdfast.core.events import Stumble, Vector
 from holdfast.core.faults import Failure, Signalled, describe, describe_end, describe_error, is_collateral, root_cause
 from holdfast.core.ladder import Strategy
@@ -107,7 +110,7 @@ def staying(job: Job, member: Member) -> Node | None:
 # --- when the picture is complete
 
 
-def complete_at(job: Job) -> float:
+def complete_at(job: Job, *, can_retry: bool) -> float:
     """When to stop waiting for more news; 0 if there is nothing to wait for."""
     window_over_at = job.failing_since + job.settings.collect_window_s
     if members_gone(job) or own_errors(job) or any(not is_collateral(f) for f in job.failed.values()):
@@ -118,7 +121,7 @@ def complete_at(job: Job) -> float:
         return 0.0
     if job.held:
         assert job.view is not None
-        return window_over_at if len(job.held) < job.view.world_size else 0.0
+        return 0.0 if can_retry and len(job.held) == job.view.world_size else window_over_at
     return 0.0
 
 
@@ -212,6 +215,19 @@ def living_holders(job: Job, ended: Collection[Seat] = (), without: Collection[s
             seat = (member.node_id, local_rank)
             if holder and seat not in dead and seat not in ended:
                 yield holder
+
+
+def seats_without(job: Job, node_id: str, local_rank: int, number: int) -> Seats:
+    """A node's seats without a worker of an earlier view. Which one it is now is known, by what it held, if it is of
+    the view just before; else none that it could be is counted on."""
+    assert job.view is not None
+    before = job.crew_before.get(node_id, ())
+    exact = number == job.view.number - 1 and local_rank < len(before)
+    gone = before[local_rank] if exact else None
+    return tuple(
+        None if holder and holder.view <= number and (not exact or holder == gone) else holder
+        for holder in job.crew.get(node_id, ())
+    )
 
 
 def online(job: Job) -> bool:

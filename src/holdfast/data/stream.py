@@ -157,6 +157,7 @@ class Stream(Handing):
             yield from self._batches(draft, [self._slots()])
             if self._draft is draft:
                 raise UsageError("a step was drawn and not committed: call commit() after each optimizer step")
+        self._adopt(draft)
 
     def step_batches(self, *, weight: Weight | None = None) -> Iterator[Any]:
         """This rank's batches of the step being trained on, one for each slot that has records.
@@ -165,6 +166,7 @@ class Stream(Handing):
         """
         draft = self._settled()
         if not draft.total:
+            self._adopt(draft)
             raise UsageError(f"the stream is used up after {self._step:,} steps: ask for no more, or for more epochs")
         batches = self._batches(draft, self._units())
         yield from batches if weight is None else self._weighted(batches, weight)
@@ -177,18 +179,21 @@ class Stream(Handing):
 
     def commit_drawn(self) -> None:
         """Commit the step being trained on, if anything of it was drawn: what the session does after each step."""
-        draft, self._draft = self._draft, None
-        if draft is None:
-            return
-        own = self._slots()
+        if (draft := self._draft) is not None:
+            self._adopt(draft)
+            self._step += 1
+            self._read_ahead()
+
+    def _adopt(self, draft: Draft) -> None:
+        """Also of one without records, at the end: what could not be read on the way there is kept and told."""
+        self._draft, own = None, self._slots()
         for lease, rest in draft.failures:
             if rest.slot in own:
                 trouble = self._trouble(rest, self._shelf.reading(lease).error)
                 self._troubles.append(trouble)
                 _warn(trouble)
         self._news += [(slot, lease) for slot, lease in draft.leases if slot in own]
-        self._book, self._step = draft.book, self._step + 1
-        self._read_ahead()
+        self._book = draft.book
 
     def set_place(self, rank: int, world_size: int, weights: Sequence[float] | None = None) -> None:
         """Another view: from the next batch on, this rank has other slots."""

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from holdfast.core.reputation import Kind, Mark, NodeEvent
+from holdfast.core.health.reputation import Kind, Mark, NodeEvent
 from holdfast.errors import JournalError
 
 BOOK_NAME = "nodes.sqlite"

@@ -3,17 +3,20 @@
     records(seq, at, kind, body, chain)     body: the record as JSON; chain: digest of the chain so far and body
 
 An append is one transaction with one fsync (WAL, synchronous=FULL). A lock file beside the journal keeps a
-second master out for as long as the first one lives, however it ends. The chain is verified whenever the
+second master out for as long as the first one lives, however it ends. It names the agent that keeps the master: if that
+is gone, so will be the master, and who comes next may wait (`is_abandoned`). The chain is verified whenever the
 journal is opened for writing: a record that is missing, changed or out of order is named, and the journal is
 left as it is. Readers (status, events, logs) need no lock and never write.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import hashlib
 import os
+import select
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -40,13 +43,15 @@ class Entry(msgspec.Struct, frozen=True):
 class SqliteJournal:
     """The one writer of a job's journal."""
 
-    def __init__(self, path: Path, before_open: Callable[[Path], None] = lambda path: None) -> None:
+    def __init__(
+        self, path: Path, before_open: Callable[[Path], None] = lambda path: None, keeper_pid: int = 0
+    ) -> None:
         """`before_open` sees the path when the lock is held and nothing is open yet: the time to put an old
-        journal aside."""
+        journal aside. `keeper_pid`: the agent that ends this writer, or without which it ends; 0: there is none."""
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._lock_fd = _lock(path)
+            self._lock_fd = _lock(path, keeper_pid)
         except OSError as error:
             raise JournalError(f"cannot open the journal {path}: {error.strerror or error}") from error
         try:
@@ -153,8 +158,29 @@ def _link(chain: str, body: str) -> str:
     return hashlib.sha256(f"{chain}{body}".encode()).hexdigest()[:16]
 
 
-def _lock(path: Path) -> int:
-    fd = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def is_abandoned(path: Path) -> bool:
+    """Whether the agent that kept the master of this journal is gone: such a master ends soon."""
+    try:
+        keeper_pid = int(_lock_path(path).read_text() or 0)
+        keeper = os.pidfd_open(keeper_pid) if keeper_pid > 0 else -1
+    except ProcessLookupError:
+        return True
+    except (OSError, ValueError):
+        return False
+    if keeper < 0:
+        return False
+    try:
+        return bool(select.select([keeper], [], [], 0)[0])  # it has ended, and its parent has not asked for it yet
+    finally:
+        os.close(keeper)
+
+
+def _lock_path(path: Path) -> Path:
+    return path.with_suffix(".lock")
+
+
+def _lock(path: Path, keeper_pid: int) -> int:
+    fd = os.open(_lock_path(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -164,6 +190,9 @@ def _lock(path: Path) -> int:
         raise JournalLockedError(
             f"another master of this job is running: it holds {path}. End it first, or give another --rdzv-id"
         ) from None
+    with contextlib.suppress(OSError):  # a full disk: then nobody waits for us, that is all
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, str(keeper_pid).encode(), 0)
     return fd
 
 

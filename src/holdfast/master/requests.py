@@ -67,12 +67,12 @@ def _drained(job: Job, node_id: str) -> tuple[bool, str]:
     node = job.nodes[node_id]
     if node.alive and not isinstance(node.standing, Draining):
         return False, f"node {node_id} stays: the job cannot do without it now"
-    staying = sum(other.eligible for other in job.nodes.values())
+    staying = len(job.able)
     return True, f"node {node_id} leaves the job{_shortage(job, staying)}"
 
 
 def _resized(job: Job, nodes: int) -> tuple[bool, str]:
-    staying = sum(other.eligible for other in job.nodes.values())
+    staying = len(job.able)
     return True, f"job {job.job_id} is to have {nodes} nodes, {staying} are here"
 
 

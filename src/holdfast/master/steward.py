@@ -28,10 +28,12 @@ import structlog
 from msgspec.structs import replace
 
 from holdfast import monitors
-from holdfast.core import blame, reputation
+from holdfast.core import blame
 from holdfast.core.events import Event, Hello, WorkerFailed
 from holdfast.core.fault_table import fault_of
 from holdfast.core.fault_types import Fault
+from holdfast.core.health import reputation
+from holdfast.core.health.reputation import DAY_S, Kind, Mark, NodeEvent, Repute
 from holdfast.core.ladder import Strategy, Verdict
 from holdfast.core.records import (
     NodeCleared,
@@ -43,7 +45,6 @@ from holdfast.core.records import (
     ViewFormed,
     WorkerLost,
 )
-from holdfast.core.reputation import DAY_S, Kind, Mark, NodeEvent, Repute
 from holdfast.core.state import Job
 from holdfast.core.troubles import listed
 from holdfast.errors import HoldfastError

@@ -16,7 +16,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Protocol
 
-from holdfast.core.reputation import Mark
+from holdfast.core.health.reputation import Mark
 from holdfast.errors import UsageError
 
 ENTRY_POINTS = "holdfast.platforms"

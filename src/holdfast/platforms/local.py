@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from holdfast.core.reputation import Mark
+from holdfast.core.health.reputation import Mark
 from holdfast.journal import BOOK_NAME, NodeBook
 
 

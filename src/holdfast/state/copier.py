@@ -65,15 +65,27 @@ class Work:
     """Tasks cut into pieces: made once, copied many times."""
 
     def __init__(self, tasks: Iterable[Task]) -> None:
-        self.tasks = list(tasks)
+        tasks = list(tasks)
         self._staging: dict[int, torch.Tensor] = {}
-        self._on_host = [piece for task in self.tasks if task.source.is_cpu for piece in _pieces(task)]
-        self._on_device = [task for task in self.tasks if not task.source.is_cpu]
-        self.size_bytes = sum(task.source.numel() * task.source.element_size() for task in self.tasks)
+        self._on_host: dict[int, list[_Piece]] = {}
+        self._watched: dict[int, list[torch.Tensor]] = {}
+        for task in tasks:
+            if task.source.is_cpu:
+                self._on_host.setdefault(task.owner, []).extend(_pieces(task))
+                self._watched.setdefault(task.owner, []).append(task.source)
+        self._on_device = [task for task in tasks if not task.source.is_cpu]
+        self.size_bytes = sum(task.source.numel() * task.source.element_size() for task in tasks)
 
-    def begin(self) -> list[_Piece]:
-        """The pieces of one copy. Device tensors set out at once."""
-        return self._on_host + self._from_device()
+    def begin(self) -> dict[int, deque[_Piece]]:
+        """The pieces of one copy, by owner. Device tensors set out at once."""
+        found = {owner: deque(pieces) for owner, pieces in self._on_host.items() if pieces}
+        for piece in self._from_device():
+            found.setdefault(piece.owner, deque()).append(piece)
+        return found
+
+    def versions(self, owner: int) -> list[int]:
+        """Of an owner's tensors: they move when one is changed."""
+        return [tensor._version for tensor in self._watched.get(owner, ())]
 
     def _from_device(self) -> list[_Piece]:
         if not self._on_device:
@@ -105,20 +117,12 @@ class Copy:
     ) -> None:
         self._on_done, self._hurry = on_done, hurry
         self._changed = threading.Condition()
-        self._versions: dict[int, list[tuple[torch.Tensor, int]]] = {}
-        for task in work.tasks:
-            if task.source.is_cpu:
-                self._versions.setdefault(task.owner, []).append((task.source, task.source._version))
+        self._work, self._waiting = work, work.begin()
+        self._versions = {owner: work.versions(owner) for owner in self._waiting}
         self._is_spoiled = False
-        self._arrived: torch.Event | None = None
-        self._waiting: dict[int, deque[_Piece]] = {}
-        self._left: dict[int, int] = {}
-        self._in_all = 0
-        for piece in work.begin():
-            self._waiting.setdefault(piece.owner, deque()).append(piece)
-            self._left[piece.owner] = self._left.get(piece.owner, 0) + 1
-            self._in_all += 1
-            self._arrived = self._arrived or piece.arrived
+        self._arrived = next((pieces[-1].arrived for pieces in self._waiting.values() if pieces[-1].arrived), None)
+        self._left = {owner: len(pieces) for owner, pieces in self._waiting.items()}
+        self._in_all = sum(self._left.values())
         self.is_over = False
         if not self._in_all:
             with self._changed:
@@ -187,7 +191,7 @@ class Copy:
                 self._finish()
 
     def _has_moved(self, owner: int) -> bool:
-        return any(tensor._version != version for tensor, version in self._versions.get(owner, ()))
+        return self._work.versions(owner) != self._versions[owner]
 
     def _finish(self) -> None:
         self.is_over = True

@@ -13,8 +13,10 @@ from __future__ import annotations
 import logging
 import pickle
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +61,6 @@ class Legacy:
         return self.epoch
 
 
-def is_legacy(path: Path) -> bool:
-    """Whether a file is named like one."""
-    return NAME.match(path.name) is not None
-
-
 def candidates(folder: Path) -> list[Path]:
     """The files named so, newest epoch first."""
     try:
@@ -76,19 +73,24 @@ def candidates(folder: Path) -> list[Path]:
 
 
 def latest(folder: Path, on_damage: Callable[[str], None] = log.warning) -> Legacy | None:
-    """The newest that can be read. Others are named and passed over, and stay where they are."""
-    for path in candidates(folder):
+    """The newest that can be read; None if there are no such files. Others are named and passed over, and stay where
+    they are. CheckpointError if none can be read: who began anew would believe that there was none."""
+    paths = candidates(folder)
+    for path in paths:
         try:
             return read(path)
         except CheckpointError as error:
             on_damage(f"checkpoint passed over: {error}")
+    if paths:
+        raise CheckpointError(f"{folder} has {len(paths)} files checkpoint_epoch_N.pt, none of which can be read")
     return None
 
 
 def read(path: Path) -> Legacy:
     """One file, onto the CPU. CheckpointError if it is damaged, or needs code to be executed."""
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals(_numpy_scalars()):
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
     except pickle.UnpicklingError as error:
@@ -98,6 +100,16 @@ def read(path: Path) -> Legacy:
         # What torch says of a file that is cut short or is no archive differs from version to version.
         raise CheckpointError(f"{path} is damaged, or not written by torch.save: {str(error)[:200]}") from None
     return _understood(path, content)
+
+
+def _numpy_scalars() -> list[Any]:
+    """What a NumPy number is made of: a loss is often the mean of an array. It executes nothing."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return []
+    rebuild = numpy.float64(0.0).__reduce__()[0]
+    kinds = {type(numpy.dtype(kind)) for kind in ("f2", "f4", "f8", "i4", "i8")}
+    return [numpy.dtype, *kinds, *((rebuild, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core"))]
 
 
 def _understood(path: Path, content: Any) -> Legacy:
@@ -132,4 +144,4 @@ def _fitting(state: dict[str, Any], model: Module) -> dict[str, Any]:
 def _number(loss: Any) -> float | None:
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
         return float(loss.item())
-    return float(loss) if isinstance(loss, int | float) else None
+    return float(loss) if isinstance(loss, Real) else None

@@ -1,8 +1,9 @@
 """Bytes out of the blocks of parts into tensors, by a few threads, each block verified first.
 
-A thread reads a block into a room of its own (or looks at it where it lies), compares it with its checksum, and copies
-what it has of each tensor to where the tensor lives. The room stays in the processor's cache, so that the bytes go
-through memory once. Reading, checking and copying all let other threads run.
+A thread reads a block of a file straight to where its tensors live, and compares it with its checksum there. Where that
+cannot be (many small tensors, one that goes to two places, a block from elsewhere), it reads into a room of its own, or
+looks at the block where it lies, and copies what it has of each tensor. Either way the bytes are still in the
+processor's cache when they are needed again. Reading, checking and copying all let other threads run.
 
 What lies scattered in memory, or on a device, is put together in host memory first, and copied when all is read.
 """
@@ -19,7 +20,10 @@ from typing import NamedTuple
 import torch
 
 from holdfast.storage.image import BLOCK_BYTES, Entry
-from holdfast.storage.sources import PartSource
+from holdfast.storage.sources import FilePart, PartSource
+
+SPANS_MAX = 16
+"""Of a block that is read straight to its tensors: of more, each is too small to be worth a call to the kernel."""
 
 
 class Held(NamedTuple):
@@ -44,7 +48,7 @@ class Task(NamedTuple):
 
     source: PartSource
     number: int
-    spans: Iterable[Span]
+    spans: list[Span]
 
 
 class Moves:
@@ -133,6 +137,9 @@ class Moves:
                 yield Task(self._sources[key], number, blocks[number])
 
     def _carry_out(self, task: Task, room: bytearray) -> None:
+        if isinstance(task.source, FilePart) and (rooms := _rooms(task, room)):
+            task.source.block_into(task.number, rooms)
+            return
         task.source.block(task.number, memoryview(room))
         memory = self._memory.get(id(task.source))
         if memory is None:
@@ -148,6 +155,25 @@ class Moves:
                 target.copy_(source)
         # Autograd learns of changes by the tensors' versions, and we wrote past it.
         torch.autograd.graph.increment_version([room for room in self._rooms if not room.is_inference()])
+
+
+def _rooms(task: Task, spare: bytearray) -> list[memoryview]:
+    """A block as a row of places to read it into: those of its tensors, and spare memory for what nobody wants. None if
+    it cannot be read so."""
+    spans = sorted(task.spans)
+    if len(spans) > SPANS_MAX:
+        return []
+    size_bytes = min(BLOCK_BYTES, task.source.layout.size_bytes - task.number * BLOCK_BYTES)
+    found, position, rest = [], 0, memoryview(spare)
+    for span in [*spans, Span(size_bytes, 0, 0)]:
+        if span.start < position:
+            return []
+        if gap := span.start - position:
+            found.append(rest[:gap])
+        if span.size:
+            found.append(memoryview((ctypes.c_char * span.size).from_address(span.address)).cast("B"))
+        position = span.start + span.size
+    return found
 
 
 def blocks_of(start: int, size: int) -> Iterator[tuple[int, int, int]]:

@@ -32,6 +32,11 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
     return optimizer.optim if zero and isinstance(optimizer, zero.ZeroRedundancyOptimizer) else optimizer
 
 
+def is_split(optimizer: Optimizer) -> bool:
+    """Whether each rank has another part of its state, of which no image knows."""
+    return unwrapped(optimizer) is not optimizer
+
+
 def optimizer_state(optimizer: Optimizer, names: Names) -> dict[str, Any]:
     """What its state_dict() says, parameters named, in their order; the tensors are the live ones."""
     inner = unwrapped(optimizer)

@@ -3,6 +3,8 @@
 Which rows of which tensor are in which share follows from what the tensors are, so the ranks agree without a word.
 Shares are whole tensors, given out from the largest to the smallest, each to the lightest share; one that is too large
 for that to come out even is cut in rows before. An image's skeleton is that of the whole shard, in every share of it.
+What the ranks may hold otherwise than each other (running statistics, a position in the data) is in the first share
+with all of it: what is loaded is then what one rank had, not a mixture.
 
 What a tensor is in the whole (its place, its full shape) comes from how it is sharded; rows count on top of that.
 A shard that is no plain region of the whole (of two kinds of parallelism, interleaved) stands under a name of its own.
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -68,16 +70,29 @@ class Rows:
 class PartPlan:
     """One share of a state that looks like this one. Made once; asked before each snapshot whether it still fits."""
 
-    def __init__(self, flat: Flat, shares: int, share: int, about: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        flat: Flat,
+        shares: int,
+        share: int,
+        about: Mapping[str, str] | None = None,
+        first: Collection[int] = (),
+    ) -> None:
+        """`first`: the numbers of the tensors that are all in the first share."""
         self._specs, self._aliases = describe(flat), aliases(flat)
-        self._rows = share_out(self._specs, shares)[share]
+        self._tensors = flat.tensors
+        self._rows = share_out(self._specs, shares, first)[share]
         pieces = _pieces(self._specs, self._aliases, self._rows)
         self.layout: Layout = plan(pieces, roomy(len(flat.skeleton)), about or {})
 
     def fits(self, flat: Flat) -> bool:
-        """Whether the state still has these tensors, so placed, and a skeleton for which there is room."""
-        is_same = describe(flat) == self._specs and aliases(flat) == self._aliases
-        return is_same and self.layout.holds(flat.skeleton)
+        """Whether the state still has these tensors, so placed, and a skeleton for which there is room. A roll that
+        found nothing but other values gives the very same list of them, which need not be gone through."""
+        if flat.tensors is not self._tensors:
+            if describe(flat) != self._specs or aliases(flat) != self._aliases:
+                return False
+            self._tensors = flat.tensors
+        return self.layout.holds(flat.skeleton)
 
     def tensors(self, flat: Flat) -> list[torch.Tensor]:
         """What to copy, of a state that fits: views of the live tensors, in the order of the layout's entries."""
@@ -125,14 +140,16 @@ def write_image(flat: Flat, shares: int, share: int, about: Mapping[str, str] | 
 # --- who has what
 
 
-def share_out(described: Sequence[Spec], shares: int) -> list[list[Rows]]:
+def share_out(described: Sequence[Spec], shares: int, first: Collection[int] = ()) -> list[list[Rows]]:
     """For each share its rows, in the order of the state."""
     fair = -(-sum(spec.size_bytes for spec in described) // shares)
     grain = max(fair // GRAINS, PIECE_BYTES_MIN) if shares > 1 else fair
-    chunks = [(size, index, rows) for index, spec in enumerate(described) for rows, size in _chunks(spec, grain)]
+    others = [(index, spec) for index, spec in enumerate(described) if index not in first]
+    chunks = [(size, index, rows) for index, spec in others for rows, size in _chunks(spec, grain)]
     chunks.sort(key=lambda chunk: (-chunk[0], chunk[1]))
     lightest = [(0, share) for share in range(shares)]
-    given: dict[int, dict[int, int]] = {}
+    heapq.heapreplace(lightest, (sum(described[index].size_bytes for index in first), 0))
+    given: dict[int, dict[int, int]] = {index: {0: _row_count(described[index])} for index in first}
     for size_bytes, index, rows in chunks:
         weight, share = heapq.heappop(lightest)
         counts = given.setdefault(index, {})
@@ -143,11 +160,15 @@ def share_out(described: Sequence[Spec], shares: int) -> list[list[Rows]]:
 
 def _chunks(spec: Spec, grain: int) -> list[tuple[int, int]]:
     """A tensor in pieces of about the grain's size, or whole: rows and bytes of each."""
-    rows = spec.shape[0] if spec.shape else 1
+    rows = _row_count(spec)
     count = max(1, min(rows, -(-spec.size_bytes // max(grain, 1))))
     row_bytes = spec.size_bytes // rows if rows else 0
     bounds = [rows * at // count for at in range(count + 1)]
     return [(stop - start, (stop - start) * row_bytes) for start, stop in pairwise(bounds)]
+
+
+def _row_count(spec: Spec) -> int:
+    return spec.shape[0] if spec.shape else 1
 
 
 def _ranges(given: Mapping[int, Mapping[int, int]], shares: int) -> list[list[Rows]]:

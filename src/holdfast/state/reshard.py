@@ -34,7 +34,7 @@ from holdfast.state.modules import load_transient, unwrapped
 from holdfast.state.optimizers import load_optimizer
 from holdfast.state.sharded import Layout, Sharded, layout_of, local_of, region
 from holdfast.state.tracked import GRADIENTS, TRANSIENT, Tracked
-from holdfast.state.tree import Flat, Path, Spec, dotted, leaf_value, sketch
+from holdfast.state.tree import Path, Spec, dotted, leaf_value, sketch
 
 Fetch = Callable[[int, int], torch.Tensor]
 """(shard, number of the tensor in it) → the tensor."""
@@ -199,11 +199,6 @@ def needed(shards: Mapping[int, bytes] | Sequence[bytes], tracked: Tracked) -> l
     old = _Noted(_numbered(shards))
     ask(old, tracked)
     return old.notes
-
-
-def fetch_from(flats: Sequence[Flat]) -> Fetch:
-    """For shards that are all in memory, or mapped."""
-    return lambda shard, index: flats[shard].tensors[index]
 
 
 def ask(old: Old, tracked: Tracked) -> list[Finish]:

@@ -5,14 +5,14 @@ at a multiple of 64 bytes. Where it lies follows from the dtypes and shapes alon
 stay the same, whatever numbers the skeleton holds.
 
 A snapshot says of itself what it is worth: EMPTY → WRITING → SEALED(step). One whose writing broke off stays WRITING
-and is never restored from. A `Pair` writes into the older of two, so that one of them is always whole.
+and is never restored from.
 """
 
 from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -24,8 +24,6 @@ ALIGNMENT_BYTES = 64
 """A cache line, and what the widest vector instructions want."""
 
 Shapes = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
-Allocate = Callable[[int], torch.Tensor]
-"""Bytes → a uint8 tensor of at least so many."""
 
 
 class Status(enum.Enum):
@@ -67,20 +65,14 @@ def plan_of(skeleton: bytes, bytes_max: int = TENSORS_BYTES_MAX) -> Plan:
     return plan
 
 
-def from_arena(skeleton: bytes, arena: torch.Tensor) -> Flat:
-    """The state in an arena, as views of it."""
-    return Flat(skeleton, plan_of(skeleton).views(arena))
-
-
 class Snapshot:
     """One copy of a state, and the step it is of."""
 
-    def __init__(self, flat: Flat | None = None, allocate: Allocate | None = None) -> None:
+    def __init__(self, flat: Flat | None = None) -> None:
         """Given a state, memory for it is allocated now, not at the first `take`."""
         self.status = Status.EMPTY
         self.step = -1
         self.skeleton = b""
-        self._allocate = allocate
         self._plan = Plan(())
         self._arena = torch.empty(0, dtype=torch.uint8)
         self._views: list[torch.Tensor] = []
@@ -132,9 +124,9 @@ class Snapshot:
         self._check_whole()
         return Flat(self.skeleton, self._views)
 
-    def restore_into(self, tracked: Tracked) -> int:
+    def restore_into(self, tracked: Tracked, with_others: bool = True) -> int:
         """Make the objects what they were at the snapshot's step, which is returned."""
-        tracked.load(self.flat())
+        tracked.load(self.flat(), with_others=with_others)
         return self.step
 
     def _parts(self) -> list[torch.Tensor]:
@@ -150,41 +142,8 @@ class Snapshot:
         self._plan, self._views = Plan(shapes), []
         if self._plan.size_bytes > self._arena.numel() or is_pinned > self._arena.is_pinned():
             self._arena = torch.empty(0, dtype=torch.uint8)  # the old one goes before the new one comes
-            self._arena = self._make(self._plan.size_bytes, is_pinned)
+            self._arena = torch.empty(self._plan.size_bytes, dtype=torch.uint8, pin_memory=is_pinned)
         self._views = self._plan.views(self._arena)
-
-    def _make(self, size_bytes: int, is_pinned: bool) -> torch.Tensor:
-        if self._allocate is not None:
-            return self._allocate(size_bytes)
-        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=is_pinned)
-
-
-class Pair:
-    """Two snapshots, of which one is always whole once the first was taken."""
-
-    def __init__(self, flat: Flat | None = None, allocate: Allocate | None = None) -> None:
-        self._two = (Snapshot(flat, allocate), Snapshot(flat, allocate))
-
-    def take(self, flat: Flat, step: int) -> Snapshot:
-        """Copy a state over the older one."""
-        target = self.older()
-        target.take(flat, step)
-        return target
-
-    def older(self) -> Snapshot:
-        """The one to write into: not whole, else of the lower step."""
-        return min(self._two, key=lambda snapshot: (snapshot.is_whole, snapshot.step))
-
-    def newest(self) -> Snapshot | None:
-        """The whole one of the highest step."""
-        return max(self._whole(), key=lambda snapshot: snapshot.step, default=None)
-
-    def at(self, step: int) -> Snapshot | None:
-        """The whole one of this step."""
-        return next((snapshot for snapshot in self._whole() if snapshot.step == step), None)
-
-    def _whole(self) -> Iterable[Snapshot]:
-        return [snapshot for snapshot in self._two if snapshot.is_whole]
 
 
 def _shapes(tensors: Sequence[torch.Tensor]) -> Shapes:

@@ -37,6 +37,7 @@ from holdfast.state.volatile import (
     find_slots,
     put_gradient,
     restore,
+    restore_buffers,
     restore_gradients,
 )
 
@@ -120,13 +121,13 @@ class Tracked:
         """The state as it is now. Its tensors are the live ones: copy them before the next update."""
         return flatten(self.tree())
 
-    def load(self, flat: Flat, is_ours: bool = False) -> None:
+    def load(self, flat: Flat, is_ours: bool = False, with_others: bool = True) -> None:
         """Make the objects what they were when the state was taken. The state's tensors are copied, not kept.
 
         `is_ours`: nobody else uses them, so that an optimizer without state may keep them. What is the live tensor's
-        own memory is not copied at all.
+        own memory is not copied at all. `with_others`: see `others()`.
         """
-        self.load_tree(unflatten(flat.skeleton, flat.tensors), is_ours)
+        self.load_tree(unflatten(flat.skeleton, flat.tensors), is_ours, with_others)
 
     def tree(self) -> dict[str, Any]:
         """The state before it is flattened: name → what the object says."""
@@ -141,14 +142,14 @@ class Tracked:
             }
         return tree
 
-    def load_tree(self, tree: Any, is_ours: bool = False) -> None:
+    def load_tree(self, tree: Any, is_ours: bool = False, with_others: bool = True) -> None:
         """Load what `tree()` gave, or what was put together from several."""
         self.check_names(tree)
         left_out = tree.get(TRANSIENT, {})
         for name, module in self.modules().items():
             load_module(module, tree[name], name)
             load_transient(module, left_out.get(name, {}))
-        for name, thing in self.others().items():
+        for name, thing in self.others().items() if with_others else ():
             _noting(f"loading {name}", partial(_load_other, thing, tree[name]))
         names = self.parameter_names()
         for name, optimizer in self.optimizers().items():
@@ -180,6 +181,10 @@ class Tracked:
     def restore_volatile(self, saved: Volatile) -> None:
         """Put back what `volatile()` copied."""
         restore(saved)
+
+    def restore_buffers(self, saved: Volatile) -> None:
+        """Put back those of the modules alone, and their extra state."""
+        restore_buffers(saved)
 
     def gradients(self, is_after_update: bool) -> SavedGradients:
         """Remember the gradients at a step's start. `is_after_update`: whether the step before made an update."""

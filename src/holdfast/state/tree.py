@@ -3,7 +3,6 @@
     flatten(value)                  → Flat(skeleton, tensors)      references to the live tensors, nothing is copied
     unflatten(skeleton, tensors)    → value                        with exactly these tensors in it
     specs(skeleton)                 → what each tensor is: path, dtype, shape, layout; enough to allocate them
-    empty_like_skeleton(skeleton)   → tensors to receive into
 
 The skeleton is msgpack and may come from a stranger: nothing in it is executed; its depth, size and the bytes it asks
 for are bounded. Plain values stand for themselves; everything else is an array that begins with a tag:
@@ -53,7 +52,6 @@ __all__ = [
     "aliases",
     "describe",
     "dotted",
-    "empty_like_skeleton",
     "flatten",
     "leaf_value",
     "sketch",
@@ -119,11 +117,3 @@ def aliases(flat: Flat) -> list[Alias]:
     reader = Reader(lambda spec: spec)
     reader.read(flat.skeleton)
     return reader.aliases
-
-
-def empty_like_skeleton(skeleton: bytes, bytes_max: int = TENSORS_BYTES_MAX) -> list[torch.Tensor]:
-    """Tensors in host memory, of the right dtypes and shapes, to receive a state into."""
-    wanted = specs(skeleton)
-    if (total := sum(spec.size_bytes for spec in wanted)) > bytes_max:
-        raise StateError(f"the skeleton asks for {total} bytes, more than the {bytes_max} allowed")
-    return [torch.empty(spec.shape, dtype=spec.dtype) for spec in wanted]

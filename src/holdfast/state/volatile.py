@@ -77,18 +77,23 @@ def capture(
 
 def restore(saved: Volatile) -> None:
     """Put it back. May be done more than once with the same copy."""
-    with torch.no_grad():
-        for (owner, name), buffer, content in saved.buffers:
-            owner[name] = buffer
-            local_of(buffer).copy_(content)
-    for owner_of_extra, extra in saved.extras:
-        owner_of_extra.set_extra_state(cloned(extra))
+    restore_buffers(saved)
     for thing, state in saved.others:
         thing.load_state_dict(cloned(state))
         if isinstance(thing, GradScaler):
             thing._per_optimizer_states.clear()  # an unscale_() of the broken step would forbid the next
     for optimizer, values in saved.settings:
         set_group_values(optimizer, values)
+
+
+def restore_buffers(saved: Volatile) -> None:
+    """What the forward left in the modules."""
+    with torch.no_grad():
+        for (owner, name), buffer, content in saved.buffers:
+            owner[name] = buffer
+            local_of(buffer).copy_(content)
+    for owner_of_extra, extra in saved.extras:
+        owner_of_extra.set_extra_state(cloned(extra))
 
 
 def capture_gradients(parameters: Iterable[torch.Tensor], is_after_update: bool) -> SavedGradients:

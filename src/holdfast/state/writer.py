@@ -73,8 +73,9 @@ class Writer:
         return ["T", DTYPE_NAMES[held.dtype], list(held.shape)]
 
     def _plain(self, tensor: torch.Tensor, path: Path) -> torch.Tensor:
-        if tensor.dtype not in DTYPE_NAMES or tensor.layout is not torch.strided or tensor.is_meta:
-            kind = f"{tensor.device.type} tensor of {tensor.dtype}, {tensor.layout}"
+        is_dense = tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_nested
+        if tensor.dtype not in DTYPE_NAMES or not is_dense:
+            kind = f"{'nested ' * tensor.is_nested}{tensor.device.type} tensor of {tensor.dtype}, {tensor.layout}"
             raise StateError(f"{dotted(path)} is a {kind}: only dense tensors with values can be kept; convert it")
         if tensor.is_conj() or tensor.is_neg():
             tensor = tensor.resolve_conj().resolve_neg()

@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from holdfast.errors import BusyError, CheckpointError, MissingError
@@ -148,8 +148,9 @@ class DirectoryShelf:
         with sentences(f"{self._root} cannot be listed"):
             orphans = [path for path in self._root.glob(".step-*.lock") if not path.with_suffix(".partial").exists()]
             for path in (*self._root.glob(f"{TEMPORARY_PREFIX}*"), *orphans):
-                if self._clock() - path.lstat().st_mtime >= grace_s:
-                    path.unlink(missing_ok=True)
+                with suppress(FileNotFoundError):  # its owner, or another who sweeps, was quicker
+                    if self._clock() - path.lstat().st_mtime >= grace_s:
+                        path.unlink()
 
     @contextmanager
     def reading(self, step: int, manifest: Manifest) -> Iterator[None]:

@@ -7,7 +7,7 @@ import errno
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
@@ -59,7 +59,14 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
     try:
         yield descriptor
     finally:
+        _unlock(descriptor)
         os.close(descriptor)
+
+
+def _unlock(descriptor: int) -> None:
+    """Closing alone would leave the lock with every process that was forked meanwhile, for as long as it lives."""
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 def _lock(descriptor: int, how: int) -> None:

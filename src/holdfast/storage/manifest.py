@@ -32,6 +32,8 @@ STOCK = {-1: METADATA, -2: OBJECTS}
 MANIFEST_BYTES_MAX = 2**30
 PARTS_MAX = 1_000_000
 STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})\Z")
+STEP_MAX = 10**18 - 1
+"""The highest with a name that is understood."""
 NONCE = re.compile(r"[0-9a-zA-Z][0-9a-zA-Z_-]{0,127}\Z")
 CHECKSUM_DIGITS = 8
 
@@ -184,11 +186,6 @@ def note_file(number: int) -> str:
 def finite(metrics: dict[str, float]) -> dict[str, float | None]:
     """Metrics as JSON can hold them."""
     return {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
-
-
-def nonce_for(*words: str | int) -> str:
-    """A nonce that all who know the words agree upon: the job, the view, whatever tells two attempts apart."""
-    return hashlib.blake2b(json.dumps(words).encode(), digest_size=12).hexdigest()
 
 
 def step_folder(step: int) -> str:

@@ -162,7 +162,9 @@ class ObjectStore:
         except (errors.PermissionDeniedError, errors.UnauthenticatedError) as error:
             raise StorageError(f"{what}: {_refusal(error)}") from None
         except errors.BaseError as error:
-            if _status(error) in (401, 403):  # of a listing
+            if _is_bucket_missing(error):  # of a listing, as the next
+                raise StorageError(f"{what}: there is no such bucket") from None
+            if _status(error) in (401, 403):
                 raise StorageError(f"{what}: {_refusal(error)}") from None
             if 400 <= _status(error) < 500 and _status(error) not in (408, 429):
                 raise StorageError(f"{what}: {_sentence(error)}") from None

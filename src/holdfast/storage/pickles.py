@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
+from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ LEGACY_STORAGES = {
 LISTED_MAX = 4096
 """The longest list that a number in a path may make of a branch, for whoever unflattens."""
 METADATA = "torch.distributed.checkpoint.metadata"
+_LENGTH = struct.Struct("<I")
 
 
 class Global(NamedTuple):
@@ -200,64 +202,92 @@ class _Writer:
     def __init__(self) -> None:
         self.out = bytearray()
         self._memo: dict[Global, int] = {}
+        self._ways: dict[type, Callable[[Any], None]] = {
+            NoneType: self._constant,
+            bool: self._constant,
+            int: self._whole,
+            float: self._float,
+            str: self._text,
+            bytes: self._bytes,
+            tuple: self._tuple,
+            list: self._list,
+            dict: self._dictionary,
+            Global: self._global,
+            Call: self._call,
+            Instance: self._instance,
+            Persistent: self._persistent,
+            Pairs: self._pairs,
+        }
 
     def write(self, value: Any) -> None:
-        match value:
-            case None | bool():
-                self.out += {None: b"N", True: b"\x88", False: b"\x89"}[value]
-            case int():
-                self.out += _whole(value)
-            case float():
-                self.out += b"G" + struct.pack(">d", value)
-            case str():
-                text = value.encode()
-                self.out += b"X" + struct.pack("<I", len(text)) + text
-            case bytes():
-                self.out += b"B" + struct.pack("<I", len(value)) + value
-            case Global():
-                self._global(value)
-            case Call(function, arguments):
-                self._all(function, arguments)
-                self.out += b"R"
-            case Instance(kind, state):
-                self._all(kind, ())
-                self.out += b"\x81"
-                self._all(state)
-                self.out += b"b"
-            case Persistent(key):
-                self._all(key)
-                self.out += b"Q"
-            case Pairs(items):
-                self._pairs(items)
-            case dict():
-                self._pairs(value.items())
-            case _:
-                self._row(value)
+        self._ways[type(value)](value)
 
-    def _all(self, *values: Any) -> None:
-        for value in values:
-            self.write(value)
+    def _constant(self, value: bool | None) -> None:
+        self.out += b"N" if value is None else b"\x88" if value else b"\x89"
 
-    def _pairs(self, items: Iterable[tuple[Any, Any]]) -> None:
+    def _whole(self, value: int) -> None:
+        self.out += _whole(value)
+
+    def _float(self, value: float) -> None:
+        self.out += b"G" + struct.pack(">d", value)
+
+    def _text(self, value: str) -> None:
+        text = value.encode()
+        self.out += b"X" + _LENGTH.pack(len(text)) + text
+
+    def _bytes(self, value: bytes) -> None:
+        self.out += b"B" + _LENGTH.pack(len(value)) + value
+
+    def _tuple(self, value: tuple[Any, ...]) -> None:
+        self.out += b"("
+        self._all(value)
+        self.out += b"t"
+
+    def _list(self, value: list[Any]) -> None:
+        self.out += b"]("
+        self._all(value)
+        self.out += b"e"
+
+    def _dictionary(self, value: dict[Any, Any]) -> None:
         self.out += b"}("
-        for pair in items:
-            self._all(*pair)
+        for pair in value.items():
+            self._all(pair)
         self.out += b"u"
 
-    def _row(self, value: Any) -> None:
-        assert isinstance(value, tuple | list), f"{type(value)} is not for these pickles"
-        self.out += b"(" if isinstance(value, tuple) else b"]("
-        self._all(*value)
-        self.out += b"t" if isinstance(value, tuple) else b"e"
+    def _pairs(self, value: Pairs) -> None:
+        self.out += b"}("
+        for pair in value.items:
+            self._all(pair)
+        self.out += b"u"
+
+    def _call(self, value: Call) -> None:
+        self._global(value.function)
+        self._tuple(value.arguments)
+        self.out += b"R"
+
+    def _instance(self, value: Instance) -> None:
+        self._global(value.kind)
+        self.out += b")\x81"
+        self.write(value.state)
+        self.out += b"b"
+
+    def _persistent(self, value: Persistent) -> None:
+        self._tuple(value.key)
+        self.out += b"Q"
+
+    def _all(self, values: Iterable[Any]) -> None:
+        for value in values:
+            self._ways[type(value)](value)
 
     def _global(self, value: Global) -> None:
         if (known := self._memo.get(value)) is not None:
-            self.out += b"j" + struct.pack("<I", known)
+            self.out += b"j" + _LENGTH.pack(known)
             return
         self._memo[value] = len(self._memo)
-        self.out += f"c{value.module}\n{value.name}\n".encode() + b"r" + struct.pack("<I", self._memo[value])
+        self.out += f"c{value.module}\n{value.name}\n".encode() + b"r" + _LENGTH.pack(self._memo[value])
 
 
+@lru_cache(maxsize=4096)
 def _whole(value: int) -> bytes:
     if -(2**31) <= value < 2**31:
         return b"J" + struct.pack("<i", value)

@@ -1,6 +1,7 @@
 """Removing checkpoints. The only legal order:
 
-1. What is kept: by the policy, by pins. All else may go.
+1. What is kept: by the policy, by pins, and what was written a moment ago where another run has newer ones: a policy
+   for both would take it away at once. All else may go.
 2. One that is kept must be good, every block of it read; if none is, the newest good one that might go is kept as well.
    If none at all is good, nothing is removed. It is held as by a reader until the end: of two who remove at once,
    neither takes what the other relies on.
@@ -56,6 +57,7 @@ def prune(
     result = Pruned(damaged={item.step: item.why for item in listing.damaged})
     candidates = [_Candidate(found.step, found.tags, found.about.metrics) for found in listing.found]
     result.kept.update((policy | Tagged()).keeps(candidates))
+    result.kept.update(_beside_another_run(listing.found, result, trusted, on_damage))
     going = [found for found in listing.found if found.step not in result.kept]
     good = _good_one(catalogue, listing.found, result, trusted, on_damage) if going else None
     if good is not None:
@@ -86,6 +88,27 @@ def _another_good_one(catalogue: Catalogue, found: Found) -> Found:
         if item.step != found.step and _is_good(catalogue, item, lambda _: None):
             return item
     raise UsageError(f"{found.url} is the only good checkpoint there is: use --force to remove it all the same")
+
+
+def _beside_another_run(
+    found: Sequence[Found], result: Pruned, trusted: Collection[int], on_damage: Callable[[str], None]
+) -> dict[int, str]:
+    kept: dict[int, str] = {}
+    for item in found:
+        others = [other.step for other in found if other.step > item.step and _run(other) != _run(item)]
+        if item.step in trusted and item.step not in result.kept and others:
+            kept[item.step] = "written a moment ago"
+            on_damage(
+                f"{item.url} is older than step {max(others)}, which another run has left here and which a start would"
+                " take: give each run a directory of its own"
+            )
+    return kept
+
+
+def _run(found: Found) -> str:
+    """Who wrote it: the views of a job are one run."""
+    nonce = found.manifest.nonce
+    return nonce.rpartition("-v")[0] or nonce
 
 
 def _good_one(

@@ -17,6 +17,9 @@ from crc32c import crc32c
 from holdfast.errors import CheckpointError
 from holdfast.storage.image import BLOCK_BYTES, Entry, Layout, parse
 
+CHUNK_BYTES = 2**20
+"""Read and checked at a time, where it goes straight to its place: it is still in the processor's cache then."""
+
 
 class PartSource(Protocol):
     """A part of a checkpoint, from wherever it is."""
@@ -76,10 +79,16 @@ class _Source:
         start = number * BLOCK_BYTES
         size = min(BLOCK_BYTES, self.size_bytes - start)
         content = self._fill(start, room[:size])
-        if self._checksums is not None and (found := crc32c(content)) != self._checksums[number]:
-            where = f"bytes {start} to {start + size}, have the checksum {found:08x}, not {self._checksums[number]:08x}"
-            raise CheckpointError(f"{self.name} is damaged: its block {number}, {where}")
+        if self._checksums is not None:
+            self._compare(number, size, crc32c(content))
         return content
+
+    def _compare(self, number: int, size: int, found: int) -> None:
+        assert self._checksums is not None
+        if found != self._checksums[number]:
+            start, right = number * BLOCK_BYTES, self._checksums[number]
+            where = f"bytes {start} to {start + size}, have the checksum {found:08x}, not {right:08x}"
+            raise CheckpointError(f"{self.name} is damaged: its block {number}, {where}")
 
     def _range(self, start: int, size: int) -> bytes:
         """Some bytes: of verified blocks, where there are checksums."""
@@ -128,13 +137,16 @@ class MemoryPart(_Source):
 class FilePart(_Source):
     """An image in a file, of a disk or of shared memory: reading beats mapping what is not mapped yet."""
 
-    def __init__(self, path: Path, checksums: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, path: Path, checksums: Sequence[int] | None = None, size_bytes: int | None = None
+    ) -> None:
+        """`size_bytes`: of the image, where the file may be larger."""
         try:
             self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be opened: {error.strerror}") from None
         try:
-            super().__init__(str(path), os.fstat(self._file).st_size, checksums)
+            super().__init__(str(path), size_bytes or os.fstat(self._file).st_size, checksums)
         except BaseException:
             self.close()
             raise
@@ -144,6 +156,19 @@ class FilePart(_Source):
         file, self._file = self._file, -1
         if file >= 0:
             os.close(file)
+
+    def block_into(self, number: int, rooms: Sequence[memoryview]) -> None:
+        """A block straight to where it belongs, in rooms that are together as long as it. They have it before it is
+        found to be damaged."""
+        start, position, checksum = number * BLOCK_BYTES, number * BLOCK_BYTES, 0
+        for room in rooms:
+            for at in range(0, len(room), CHUNK_BYTES):
+                chunk = self._fill(position, room[at : at + CHUNK_BYTES])
+                position += len(chunk)
+                if self._checksums is not None:
+                    checksum = crc32c(chunk, checksum)
+        if self._checksums is not None:
+            self._compare(number, position - start, checksum)
 
     def _fill(self, start: int, room: memoryview) -> memoryview:
         done = 0

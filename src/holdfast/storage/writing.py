@@ -28,6 +28,7 @@ from holdfast.storage.image import Layout, parse
 from holdfast.storage.manifest import (
     NONCE,
     OBJECTS,
+    STEP_MAX,
     STOCK,
     About,
     Manifest,
@@ -52,7 +53,7 @@ class Writing:
     """An attempt. Close it when it is published, or given up."""
 
     def __init__(self, store: Store, about: About, nonce: str) -> None:
-        if about.step < 0 or about.shards < 1 or about.shares < 1 or not NONCE.match(nonce):
+        if not 0 <= about.step <= STEP_MAX or about.shards < 1 or about.shares < 1 or not NONCE.match(nonce):
             raise CheckpointError(f"step {about.step} with nonce {nonce!r:.80}: no checkpoint can be named so")
         self._store = store
         self._about = about

@@ -59,6 +59,7 @@ _TLS_HANDSHAKE = b"\x16\x03"
 Count = Annotated[int, Meta(ge=0, le=2**31)]
 Name = Annotated[str, Meta(min_length=1, max_length=512)]
 Size = Annotated[int, Meta(ge=1, le=IMAGE_BYTES_MAX)]
+Step = Annotated[int, Meta(ge=-1, le=2**62)]
 
 
 class Label(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +72,7 @@ class Label(msgspec.Struct, frozen=True, kw_only=True):
     shards: Count
     shares: Count
     view: Count
-    step: Annotated[int, Meta(ge=-1, le=2**62)]
+    step: Step
     size_bytes: Size
     seed: int = 0
     first_step: int = 0
@@ -88,6 +89,9 @@ class Offer(msgspec.Struct, frozen=True, tag="offer"):
     """Client: keep this image. The blocks follow once the server says Go."""
 
     label: Label
+    whole: Step = -1
+    """The step of which the image's rank knows that all ranks' images are whole, here and on their partners; -1: none.
+    What is kept of it stays until a later one is."""
 
 
 class Contribute(msgspec.Struct, frozen=True, tag="contribute", kw_only=True):
@@ -97,6 +101,8 @@ class Contribute(msgspec.Struct, frozen=True, tag="contribute", kw_only=True):
     group: tuple[Name, ...]
     size_bytes: Count
     """Of the piece."""
+    whole: Step = -1
+    """As in Offer."""
 
 
 class Block(msgspec.Struct, frozen=True, tag="block"):

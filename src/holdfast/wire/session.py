@@ -48,6 +48,9 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     """The others train already: build everything under this rank, with a make-believe group, then join them."""
     begun: int = -1
     """The highest step that a dead worker of this node is known to have begun to apply."""
+    whole: int = -1
+    """The last snapshot that a worker of this node, dead or alive, knew to be whole everywhere, as a word
+    (`slots.Seat.whole_word`); -1: none, or all start anew."""
     dump: str = ""
     """Where to write a checkpoint of the last committed step, and end; empty: train on."""
     weights: tuple[float, ...] = ()
@@ -115,6 +118,7 @@ class Skipped(msgspec.Struct, frozen=True, tag="skipped"):
     """A loader, the source-th that is tracked, will pass over these steps."""
 
     source: int
+    name: str
     first_step: int
     end_step: int
     why: str
@@ -243,6 +247,8 @@ class HeldImage(msgspec.Struct, frozen=True, kw_only=True):
     """In which it was copied: parts of one step, but of two views, do not belong together."""
     checksums: tuple[int, ...] = ()
     """Of its blocks (storage/image.py), where they are known."""
+    is_guest: bool = False
+    """Held for another node."""
 
 
 class Written(msgspec.Struct, frozen=True, tag="written"):

@@ -3,6 +3,8 @@
     <vault>/seat-3/control     one page: what each slot holds, and how far the copying of states has come
                    image-0     the state before some step, as the very file a checkpoint has (storage/image.py)
                    image-1     that of another one
+                   sums-0      the checksums of the blocks of image-0, once somebody has read it
+                   sums-1
 
 A slot is EMPTY → WRITING → SEALED(step). A worker that dies while it writes leaves WRITING behind, which nobody reads.
 A record carries a checksum of itself: one that was torn counts as EMPTY.
@@ -10,7 +12,9 @@ A record carries a checksum of itself: one that was torn counts as EMPTY.
 The rule of the slots: the image of the last step that is known to be whole on *every* rank is not overwritten. Ranks
 learn of it at each commit (`whole`), so at every moment there is a step that all can restore, without a barrier of its
 own. Where images are copied to other nodes, a step is whole when the copies are: so there is one that all can restore
-after the loss of a node, too.
+after the loss of a node, too. A job that begins anew with a step that was complete, but not copied yet, keeps both that
+and the one before until it is. A rank that leaves may have heard of a step that the others have not heard of, and may
+have overwritten the one before it: what its page says is told to those who stay (`Place.whole`).
 
 Who reads an image (the agent that persists or replicates it, a worker that restores from it) holds a shared lock on its
 file, who writes it an exclusive one. Nobody waits for a lock: a worker whose slot is being read leaves a snapshot out.
@@ -25,9 +29,10 @@ import fcntl
 import mmap
 import os
 import struct
+import sys
 import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
@@ -36,17 +41,23 @@ from typing import NamedTuple
 SLOTS = 2
 PAGE_BYTES = 4_096
 MAGIC = 0x484F4C44534C4F54
-COUNTERS = ("magic", "whole", "every", "cost_ns", "step_ns", "taken", "skipped", "spoiled", "partners", "safe")
-"""`whole`: the last step known to be whole on every rank. `every`: a snapshot each so many steps. `cost_ns`: what one
-keeps the training waiting. `step_ns`: of a step. How many were taken, left out as no slot was free, and given up as the
-state changed under the copy. Written by the agent: to how many nodes it copies images, and the newest step that all of
-them have."""
+COUNTERS = (
+    *("magic", "whole", "recalled", "every", "cost_ns", "step_ns", "taken", "skipped", "spoiled"),
+    *("partners", "safe"),  # by the agent
+)
+"""`whole`: the last step known to be whole on every rank. `recalled`: 1 if that is what all have begun anew with, other
+nodes having it or not. `every`: a snapshot each so many steps. `cost_ns`: what one keeps the training waiting.
+`step_ns`: of a step. How many were taken, left out as no slot was free, and given up as the state changed under the
+copy. To how many nodes images are copied, and the newest that all of them have, as a word."""
 _WORD = struct.Struct("=q")
 _WORDS = struct.Struct("=11q")
 _RECORD = struct.Struct("=11qI4x")
 _RECORDS_AT = 1_024
 _AT = {name: index * _WORD.size for index, name in enumerate(COUNTERS)}
 MADV_POPULATE_WRITE = 23
+STEP_BITS = 40
+STEP_MAX = 2**STEP_BITS - 1
+"""Of a step, in a word that has its view too."""
 
 
 class Status(IntEnum):
@@ -157,12 +168,48 @@ class Seat:
         found = {slot: self.record(slot) for slot in range(SLOTS)}
         return {slot: record for slot, record in found.items() if record.status is Status.SEALED}
 
+    def note_checksums(self, slot: int, record: Record, checksums: Sequence[int]) -> None:
+        """Of the blocks of an image, as they were read. They outlive the agent, as the image does."""
+        packed = _WORD.pack(record.created_ns) + struct.pack(f"={len(checksums)}I", *checksums)
+        temporary = self.directory / f"sums-{slot}.{os.getpid()}"
+        temporary.write_bytes(packed + struct.pack("=I", zlib.crc32(packed)))
+        temporary.rename(self.directory / f"sums-{slot}")
+
+    def checksums(self, slot: int, record: Record) -> list[int] | None:
+        """Of this very image's blocks, if they are known."""
+        try:
+            packed = (self.directory / f"sums-{slot}").read_bytes()
+        except OSError:
+            return None
+        count = (len(packed) - _WORD.size) // 4 - 1
+        if count < 0 or len(packed) % 4 or zlib.crc32(packed[:-4]) != int.from_bytes(packed[-4:], sys.byteorder):
+            return None
+        created_ns, *checksums = struct.unpack(f"=q{count}I", packed[:-4])
+        return checksums if created_ns == record.created_ns else None
+
+    def whole(self) -> Record | None:
+        """The image of the last step that is known to be whole everywhere. Of two of that step, the later: the other is
+        of a history that was gone back from."""
+        step = self.get("whole")
+        found = [record for record in self.sealed().values() if record.step == step]
+        return max(found, key=lambda record: (record.view, record.created_ns), default=None)
+
+    def whole_word(self) -> int:
+        """Its step, behind its view: one of a later view counts, even if its step is lower. -1: none."""
+        record = self.whole()
+        return -1 if record is None else word(record.view, record.step)
+
     def room_bytes(self) -> int:
         """How large an image may be."""
         try:
             return min(self.path(slot).stat().st_size for slot in range(SLOTS))
         except OSError:
             return 0
+
+
+def word(view: int, step: int) -> int:
+    """Of an image: the later one is larger."""
+    return view << STEP_BITS | step
 
 
 def _record_at(slot: int) -> int:

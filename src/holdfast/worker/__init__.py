@@ -1,0 +1,1 @@
+"""The user's process: the session, the step transaction, the line to the agent; and what a script imports."""

@@ -3,7 +3,8 @@
 At a commit ranks with the same shard (all of them, where the model is replicated) must have the same bits. Whoever
 differs from the majority raises CorruptionError: its process is replaced, its state comes from a peer that is right,
 and the step is repeated. Where there is no majority, as among two, all raise: nobody's state can be trusted, and all
-start again from the last checkpoint.
+start again from the last checkpoint. Copies in memory of what whoever raises had since it last agreed with the others
+are given up: they may have the same fault, and would spread it.
 
 The checksum is a sum over the bits as whole numbers, computed where the parameters are: any single flip changes it.
 """
@@ -40,10 +41,15 @@ def checksum(tensors: Iterable[torch.Tensor]) -> int:
 
 
 class Consistency:
-    """Of one worker. `parameters` are its own, `shards` how many different parts of the model there are."""
+    """Of one worker. `parameters` are its own, `shards` how many different parts of the model there are; `distrust` is
+    told after which step copies of the state may be wrong."""
 
-    def __init__(self, parameters: Callable[[], Iterable[torch.Tensor]], every: int) -> None:
-        self._parameters, self._every = parameters, every
+    def __init__(
+        self, parameters: Callable[[], Iterable[torch.Tensor]], every: int, distrust: Callable[[int], None]
+    ) -> None:
+        self._parameters, self._every, self._distrust = parameters, every, distrust
+        self._agreed = -1
+        """The last step before which all were alike."""
 
     def before_commit(self, step: int, rank: int, shards: int, gather: Gather) -> None:
         """Raises CorruptionError on a rank whose parameters are not those of the others."""
@@ -51,7 +57,9 @@ class Consistency:
             return
         rows = [row[0] for row in gather([checksum(self._parameters())])]
         if text := verdict(rows, rank, shards):
+            self._distrust(self._agreed)
             raise CorruptionError(f"before step {step} {text}")
+        self._agreed = step
 
 
 def verdict(sums: list[int], rank: int, shards: int) -> str:

@@ -27,9 +27,9 @@ import torch
 import torch.distributed as dist
 
 from holdfast.errors import UsageError
-from holdfast.worker import groups
-from holdfast.worker.elastic_group import state
-from holdfast.worker.realm import Realm
+from holdfast.worker.collectives import groups
+from holdfast.worker.collectives.elastic_group import state
+from holdfast.worker.collectives.realm import Realm
 
 NEVER_OVER = sys.maxsize
 """The view of a make-believe world: one that no revoke can mean. What is built in it is not disturbed by faults."""

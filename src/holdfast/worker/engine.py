@@ -13,7 +13,7 @@ It is always in one of these places, and each knows what to do about a view that
 
 from __future__ import annotations
 
-import json
+import logging
 import time
 from typing import Any, NoReturn
 
@@ -21,24 +21,29 @@ import torch
 import torch.distributed as dist
 
 from holdfast.core.events import SessionInfo
-from holdfast.core.leases import NEWS_MAX
 from holdfast.data.handing import Handing
 from holdfast.data.randomness import set_generators, slot_key
-from holdfast.errors import CheckpointError, SettleError
+from holdfast.errors import SettleError
+from holdfast.state.optimizers import is_split
 from holdfast.state.snapshot import Snapshot
 from holdfast.state.tracked import Tracked
 from holdfast.wire.progress import Phase
-from holdfast.wire.session import Closed, Committed, FromWorker, Joined, Ready, Shards
-from holdfast.worker import checkpoints, elastic, groups, recalling, resharding, restoring, talk
+from holdfast.wire.session import Closed, Committed, FromWorker, Joined, Ready
+from holdfast.worker import elastic, feeds
+from holdfast.worker.collectives import groups
 from holdfast.worker.guards import Guards
 from holdfast.worker.launch import Launch
 from holdfast.worker.membership import bare
-from holdfast.worker.models import align_buffers, is_sharded, reset_models, shards_of
-from holdfast.worker.replicas import Ring
+from holdfast.worker.memory import checkpoints, resharding, restoring
+from holdfast.worker.memory.replicas import Ring
+from holdfast.worker.memory.snapshots import NO_WORDS, Cut, Snapshots
+from holdfast.worker.memory.starting import find_start
+from holdfast.worker.parallel.models import align_buffers, is_sharded, reset_models, shards_of
 from holdfast.worker.settling import Settlement, Standing
-from holdfast.worker.snapshots import NO_WORDS, Cut, Snapshots
 from holdfast.worker.transaction import TRIAL_STEPS, Copy, RepeatStep, Transaction
 from holdfast.worker.witness import Witness, describe, mark_of
+
+log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -68,7 +73,7 @@ class Engine:
         self._keeps_copy = True
         self._transaction: Transaction | None = None
         self._snapshots: Snapshots | None = None
-        self._recalled = -1
+        self._recalled = (-1, False)
         """The step that all have started from, if it was in the agents' memory."""
         self._witness = Witness(self._page)
         self.logged: dict[str, float] = {}
@@ -105,29 +110,16 @@ class Engine:
 
     def _restore(self) -> bool:
         """All ranks together. Whether there was something."""
-        trouble: CheckpointError | None = None
-        try:
-            recalled = self._recall()
-        except CheckpointError as error:
-            recalled, trouble = None, error
-        if recalled is not None:
-            self.next_step, self._seed, self._first_step = recalled.step, recalled.seed, recalled.step
-            self._note_recalled(recalled.step)
-        elif found := checkpoints.restore(
-            self._launched.checkpoint_dir, self._tracked, self._shards, talk.in_session()
-        ):
-            self.next_step = self._first_step = found.step
-            self._seed = found.about.seed
-        elif trouble is not None:
-            raise trouble  # the objects may hold a mixture: they cannot be started with
-        else:
+        place = self.membership.place if self.membership else None
+        found = find_start(self._launched.checkpoint_dir, self._line, place, self._tracked, self._shards)
+        if found is None:
             return False
+        self.next_step, self._seed, self._first_step = found.step, found.seed, found.step
+        if found.is_recalled:
+            self._recalled = (found.step, found.is_intact)
+            if self._snapshots is not None:
+                self._snapshots.start_from(*self._recalled)
         return True
-
-    def _note_recalled(self, step: int) -> None:
-        self._recalled = step
-        if self._snapshots is not None:
-            self._snapshots.known_whole = step
 
     def _start_anew(self, settlement: Settlement) -> Settlement:
         """Nobody has the state, though we came as newcomers to those who should: they have died too, before their end
@@ -142,22 +134,6 @@ class Engine:
         seed = self.seed if is_found else settlement.seed
         return settlement._replace(next_step=self.next_step, first_step=self.next_step, seed=seed)
 
-    def _recall(self) -> recalling.Choice | None:
-        place = self.membership.place if self.membership else None
-        if self._line is None or place is None:
-            return None
-        (newer_than,) = groups.agree((checkpoints.newest_step(self._launched.checkpoint_dir),))
-        held = self._line.held()
-        return recalling.recall(
-            held,
-            place.local_rank,
-            place.local_world_size,
-            self._shards,
-            self._tracked,
-            newer_than,
-            talk.in_session(),
-        )
-
     def begin(self) -> None:
         """At the first step: everything is built and tracked. A spare waits here for its call."""
         self._choose_undo()
@@ -166,14 +142,21 @@ class Engine:
             self._keeps_copy = False
             self._seed = self._seed if self._seed is not None else torch.initial_seed()
             return
-        if self._launched.snapshots.every >= 0:
+        if self._launched.snapshots.every >= 0 and self._can_be_kept():
             self._snapshots = Snapshots(self._line, self._tracked, self._launched.snapshots, self._describe)
-            self._snapshots.known_whole = self._recalled
+            self._snapshots.start_from(*self._recalled)
         self._page.move(phase=Phase.PARKED)
-        self._witness.attach(self._witnessed().values())
-        self._line.tell(Ready(self._session_info(), describe(self._witnessed())))
+        self._witness.attach(feeds.witnessed(self._tracked).values())
+        self._line.tell(Ready(self._session_info(), describe(feeds.witnessed(self._tracked))))
         join = self.membership.join_next if self._builds_alone else self.membership.join_present
         self._settlement = join(self._standing())
+
+    def _can_be_kept(self) -> bool:
+        """Whether images of the state could be loaded again."""
+        split = [name for name, optimizer in self._tracked.optimizers().items() if is_split(optimizer)]
+        if split:
+            log.warning("%s has other state on each rank: no snapshots and no checkpoints; use FSDP2", ", ".join(split))
+        return not split
 
     def start_over(self, tracked: Tracked) -> None:
         """All objects will be built anew, for another place in the world. What we know stays; the state is in copies,
@@ -219,7 +202,7 @@ class Engine:
             self._dump(place.dump)
         elastic.let_go()
         reset_models(self._tracked.modules().values())  # first: a broken pass leaves parameters in other hands
-        for loader in self._loaders():
+        for loader in feeds.loaders(self._tracked):
             weights = loader.bearable(place.world_size, place.weights) if isinstance(loader, Handing) else None
             loader.set_place(place.rank, place.world_size, *([weights] if weights else []))
         if settlement.is_start and groups.agree((int(self._builds_alone),))[0]:
@@ -237,7 +220,8 @@ class Engine:
             self._ring.promote()
         if self._snapshots is not None:
             cut = Cut(self._shards, place.world_size // self._shards, place.rank)
-            self._snapshots.enter(cut, place.view, self.seed, self._first_step, place.group_world_size)
+            told_whole = -1 if settlement.is_start else place.whole  # who starts anew has gone back, or knows better
+            self._snapshots.enter(cut, place.view, self.seed, self._first_step, place.group_world_size, told_whole)
         self._is_filled = True
         self.transaction.updated_before = not self._tracked.is_accumulating
         self._page.move(view=place.view, step=self.next_step, phase=Phase.BETWEEN)
@@ -322,7 +306,7 @@ class Engine:
     def _begin_witness(self) -> None:
         self._witness.forget()
         if self._line is not None:
-            for skipped in self._witness.news_of_skips(self._witnessed().values()):
+            for skipped in self._witness.news_of_skips(feeds.witnessed(self._tracked)):
                 self._line.tell(skipped)
 
     def _repeat(self) -> None:
@@ -338,27 +322,20 @@ class Engine:
         self._page.move(phase=Phase.BETWEEN)
         if self._snapshots is not None:
             self._snapshots.poll()
-        for loader in self._loaders():
+        for loader in feeds.loaders(self._tracked):
             loader.commit_drawn()
         if self.membership is None or self._line is None:
             return
-        self._tell_of_shards()
+        for news in feeds.shard_news(self._tracked, self.membership.view, self.next_step - 1):
+            self._line.tell(news)
         if self._settlement is None and self._proved_view != self.membership.view:
             self._proved_view = self.membership.view
             self._line.tell(Committed(self.membership.view, self.next_step - 1))
 
-    def _tell_of_shards(self) -> None:
-        """What the commit has granted, and which shards could not be read."""
-        assert self.membership is not None and self._line is not None
-        for name, stream in self._tracked.others().items():
-            leases, troubles = stream.take_news() if hasattr(stream, "take_news") else ([], [])
-            for at in range(0, max(len(leases), len(troubles)), NEWS_MAX):
-                part = slice(at, at + NEWS_MAX)
-                view, step = self.membership.view, self.next_step - 1
-                told = Shards(
-                    view=view, stream=name, step=step, leases=tuple(leases[part]), troubles=tuple(troubles[part])
-                )
-                self._line.tell(told)
+    def distrust(self, after: int) -> None:
+        """This rank's state may have been wrong since this step, and so may its copies in the agent's memory."""
+        if self._snapshots is not None:
+            self._snapshots.distrust(after)
 
     def barrier(self) -> None:
         """Until the step is committed. Raises RepeatStep if it will not be."""
@@ -373,7 +350,7 @@ class Engine:
             self.guards.before_commit(self._shards)
             align_buffers(self._tracked.modules().values())
             if self._ring is not None:
-                for loader in self._loaders():
+                for loader in feeds.loaders(self._tracked):
                     loader.commit_drawn()  # the copies are of the state after this step; a repeated one goes back
                 self._ring.exchange(self.next_step + 1)
             self._agree()
@@ -392,7 +369,7 @@ class Engine:
     def _agree(self) -> None:
         assert self._line is not None
         tail, dear = int(self.transaction.saw_tail), int(self.transaction.is_copy_dear)
-        mark = mark_of(self._witnessed().values())
+        mark = mark_of(feeds.witnessed(self._tracked).values())
         kept = self._snapshots.words(self.next_step) if self._snapshots is not None else NO_WORDS
         step, unlike, told, any_tail, any_dear, data, unlike_data, *kept_by_all = groups.agree(
             (self.next_step, -self.next_step, self._line.told_view, tail, dear, mark, -mark, *kept)
@@ -464,14 +441,6 @@ class Engine:
         if self._line is not None:
             self._line.tell(message)
 
-    def _loaders(self) -> list[Any]:
-        """Those whose share depends on the rank, and whose position counts committed steps: hf.Loader."""
-        return [thing for thing in self._tracked.others().values() if hasattr(thing, "set_place")]
-
-    def _witnessed(self) -> dict[str, Any]:
-        """Those that say what they hand out."""
-        return {name: thing for name, thing in self._tracked.others().items() if hasattr(thing, "watcher")}
-
     def _on_collective(self) -> None:
         if self._page.get("collectives") == 0 and self.is_stepping:
             self._page.set(own_ns=time.monotonic_ns() - self._step_began_ns)
@@ -493,8 +462,7 @@ class Engine:
 
     def _describe(self) -> tuple[dict[str, float], dict[str, str]]:
         """For a checkpoint's manifest: what was logged last, and where in the data we are."""
-        positions = {name: json.dumps(thing.state_dict(), default=str) for name, thing in self._witnessed().items()}
-        return self.logged, {**positions, "torch": str(torch.__version__)}
+        return self.logged, {**feeds.positions(self._tracked), "torch": str(torch.__version__)}
 
     def _choose_undo(self) -> None:
         if self.membership is not None and is_sharded(self._tracked.modules().values()):

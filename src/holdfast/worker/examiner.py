@@ -22,9 +22,9 @@ import msgspec
 from holdfast.checks.accelerators import registry
 from holdfast.checks.accelerators.base import Accelerator
 from holdfast.checks.stages import check_alone, problem_of
-from holdfast.core.health import CheckResult, CheckTask, Problem
+from holdfast.core.health.findings import CheckResult, CheckTask, Problem
 from holdfast.errors import HoldfastError
-from holdfast.worker.storekeeper import open_store
+from holdfast.worker.birth.storekeeper import open_store
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -70,7 +70,8 @@ class Examiner:
         if task.kind == "pair":
             return self._pair(task, accelerator, store)
         assignment = self._assignment
-        timings, problems = check_alone(accelerator, Path(assignment.directory), assignment.workers)
+        directory = Path(assignment.directory)
+        timings, problems = check_alone(accelerator, directory, assignment.workers, task.stages)
         return CheckResult(
             timings=tuple(timings), problems=tuple(problems), accelerator=accelerator.name, store_port=store.port
         )

@@ -12,7 +12,7 @@ from holdfast.core.oddities import DEVIATIONS
 from holdfast.errors import UsageError
 from holdfast.state.tracked import Tracked
 from holdfast.wire.session import Numbers
-from holdfast.worker import groups
+from holdfast.worker.collectives import groups
 from holdfast.worker.consistency import Consistency
 from holdfast.worker.numerics import Numerics, Policy
 
@@ -32,10 +32,14 @@ class Guards:
         """See Job.watch."""
         if numbers is not None and numbers not in get_args(Policy):
             raise UsageError(f"numbers is {numbers!r}; it can be {', '.join(get_args(Policy))}")
-        if checksum_every < 0:
-            raise UsageError(f"checksum_every is {checksum_every}: give a number of steps, or 0 for never")
+        if not isinstance(deviations, int | float) or not 0 < deviations < float("inf"):
+            raise UsageError(f"deviations is {deviations!r}: give a number above 0, as in {DEVIATIONS}")
+        if not isinstance(checksum_every, int) or checksum_every < 0:
+            raise UsageError(f"checksum_every is {checksum_every!r}: give a number of steps, or 0 for never")
         self._numerics = Numerics(tracked, numbers, self._tell, deviations) if numbers else None
-        self._consistency = Consistency(lambda: parameters(tracked), checksum_every) if checksum_every else None
+        self._consistency = None
+        if checksum_every:
+            self._consistency = Consistency(lambda: parameters(tracked), checksum_every, self._engine.distrust)
 
     def see_loss(self, loss: torch.Tensor) -> None:
         if self._numerics is not None:

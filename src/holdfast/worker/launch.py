@@ -25,9 +25,11 @@ from holdfast.core.events import SessionInfo
 from holdfast.errors import UsageError
 from holdfast.wire.progress import Phase, ProgressPage
 from holdfast.wire.session import Place, Ready, Snapshots
-from holdfast.worker import elastic, fully_sharded, groups
+from holdfast.worker import elastic
+from holdfast.worker.collectives import groups
 from holdfast.worker.line import SOCKET_VARIABLE, WORKER_VARIABLE, Line
 from holdfast.worker.membership import Membership, announce, connect
+from holdfast.worker.parallel import fully_sharded
 
 PROGRESS_VARIABLE = "HOLDFAST_PROGRESS"
 

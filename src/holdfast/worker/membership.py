@@ -21,7 +21,8 @@ from torch._C._distributed_c10d import Store, TCPStore
 from holdfast.errors import RetryableError, UsageError
 from holdfast.wire.progress import Phase, ProgressPage
 from holdfast.wire.session import Interrupted, Place, Released
-from holdfast.worker import elastic, groups
+from holdfast.worker import elastic
+from holdfast.worker.collectives import groups
 from holdfast.worker.line import Line
 from holdfast.worker.settling import Settlement, Standing, settle
 

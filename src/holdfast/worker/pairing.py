@@ -1,7 +1,7 @@
 """The collectives of two nodes: how long an all-gather of a little and an all-reduce of much take, and whether they are
 right. Each device with its counterpart, one after the other.
 
-How often each is repeated the two agree on by a collective of their own, as both must do the same; what takes as long
+How often each is repeated the two agree on by collectives of their own, as both must do the same; what takes as long
 as a whole stage should is not repeated. A watchdog frees whoever hangs.
 """
 
@@ -17,11 +17,12 @@ import torch
 from torch._C._distributed_c10d import AllreduceOptions, PrefixStore, ReduceOp, Store
 
 from holdfast.checks.accelerators.base import Accelerator
-from holdfast.checks.measuring import BLOCKS, timing_of
+from holdfast.checks.measuring import BLOCKS, SHARE_MAX, timing_of
 from holdfast.checks.stages import WRONG_RESULT, problem_of
-from holdfast.core.health import CheckTask, Problem, Stage, Timing
-from holdfast.worker.communicators import Communicator, of_accelerator
-from holdfast.worker.sockets import Mesh
+from holdfast.checks.waiting import Waiting
+from holdfast.core.health.findings import CheckTask, Problem, Stage, Timing
+from holdfast.worker.collectives.communicators import Communicator, of_accelerator
+from holdfast.worker.collectives.sockets import Mesh
 
 GATHERED_BYTES = 64 * 2**10
 """Little: what it takes is mostly the way there and back."""
@@ -31,6 +32,8 @@ BLOCK_S = 0.06
 REPEATS_MAX = 100
 ENOUGH_S = 0.5
 """One that takes this long needs no repetition: it is slow."""
+STAGE_S_MAX = 2.0
+"""After this no further block is begun."""
 SIZE = 2
 
 
@@ -115,16 +118,15 @@ class Collectives:
         if one_s > ENOUGH_S:
             return timing_of(stage, [one_s], self._device)
         repeats = max(1, min(REPEATS_MAX, int(BLOCK_S / one_s)))
-        times = []
-        for _ in range(BLOCKS):
-            began_at = time.perf_counter()
-            for _ in range(repeats):
-                work()
-            times.append((time.perf_counter() - began_at) / repeats)
-        return timing_of(stage, times, self._device)
+        times: list[float] = []
+        waiting = Waiting()
+        while len(times) < BLOCKS and sum(times) * repeats < STAGE_S_MAX:
+            times.append(self._agree(lambda: _repeat(work, repeats)) / repeats)
+        waited = min(waiting.summed_s() / (sum(times) * repeats), SHARE_MAX)
+        return timing_of(stage, times, self._device, waited)
 
     def _agree(self, work: Callable[[], None]) -> float:
-        """How long one takes: by the slower of the two."""
+        """How long it takes: by the slower of the two."""
         began_at = time.perf_counter()
         work()
         self._agreed.fill_(time.perf_counter() - began_at)
@@ -149,3 +151,8 @@ class Collectives:
                 raise WrongResultError("all-gather", "gathered numbers are not those that were sent")
         if not bool(torch.all(self._much == 3)):  # 1 + 2
             raise WrongResultError("all-reduce", "the sum is wrong")
+
+
+def _repeat(work: Callable[[], None], times: int) -> None:
+    for _ in range(times):
+        work()

@@ -33,14 +33,15 @@ from holdfast.data.handing import Handing, Weight
 from holdfast.data.randomness import set_generators, slot_key
 from holdfast.errors import UsageError
 from holdfast.state.tracked import Tracked
-from holdfast.worker import elastic, groups
-from holdfast.worker.canonical import Canonical
+from holdfast.worker import elastic
+from holdfast.worker.birth.error_file import ERROR_FILE_VARIABLE
+from holdfast.worker.collectives import groups
 from holdfast.worker.engine import Engine
-from holdfast.worker.error_file import ERROR_FILE_VARIABLE
 from holdfast.worker.feeding import Feed
 from holdfast.worker.guards import DEVIATIONS, Policy
 from holdfast.worker.launch import launch
-from holdfast.worker.models import communicates_in_forward, prepare_models, set_gradient_sync
+from holdfast.worker.parallel.canonical import Canonical
+from holdfast.worker.parallel.models import communicates_in_forward, prepare_models, set_gradient_sync
 from holdfast.worker.steps import Step
 
 Reduction = Literal["average", "canonical"]

@@ -31,6 +31,7 @@ from typing import Any, Protocol
 
 import torch
 
+from holdfast.state.optimizers import group_values, set_group_values
 from holdfast.state.sharded import local_of
 from holdfast.state.snapshot import Snapshot
 from holdfast.state.tracked import Tracked
@@ -54,7 +55,7 @@ class Undo(Protocol):
 
     def before_update(self) -> None: ...
 
-    def restore(self) -> None: ...
+    def restore(self, with_others: bool = True) -> None: ...
 
 
 class Copy:
@@ -74,9 +75,9 @@ class Copy:
         self._snapshot.take(flat, 0)
         self.cost_s = time.monotonic() - began_at
 
-    def restore(self) -> None:
+    def restore(self, with_others: bool = True) -> None:
         assert self._snapshot is not None, "no update was begun"
-        self._snapshot.restore_into(self._tracked)
+        self._snapshot.restore_into(self._tracked, with_others)
 
 
 class Transaction:
@@ -158,10 +159,17 @@ class Transaction:
         self._updated_before = self.has_updated
 
     def drop_update(self) -> None:
-        """The step is to be committed without its update."""
+        """The step is to be committed without its update: models and optimizers stay what they were. It counts all the
+        same, so schedulers go on, with the learning rates they set, and loaders do."""
+        assert self._saved is not None
+        optimizers = self._tracked.optimizers().values()
         if self.has_updated:
-            self._undo.restore()
-        for optimizer in self._tracked.optimizers().values():
+            settings = [group_values(optimizer) for optimizer in optimizers]
+            self._undo.restore(with_others=False)
+            for optimizer, values in zip(optimizers, settings, strict=True):
+                set_group_values(optimizer, values)
+        self._tracked.restore_buffers(self._saved[0])
+        for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=True)
 
     def undo(self) -> None:

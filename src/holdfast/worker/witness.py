@@ -75,15 +75,15 @@ class Witness:
         """The step is begun anew."""
         self._handed.clear()
 
-    def news_of_skips(self, loaders: Iterable[Any]) -> list[Skipped]:
+    def news_of_skips(self, loaders: Mapping[str, Any]) -> list[Skipped]:
         """What loaders will pass over and nobody was told of."""
         news = []
-        for source, loader in enumerate(loaders):
+        for source, (name, loader) in enumerate(loaders.items()):
             for skip in loader.skips:
                 key = (source, skip.steps.start, skip.steps.stop)
                 if key not in self._told:
                     self._told.add(key)
-                    news.append(Skipped(source, skip.steps.start, skip.steps.stop, skip.why[:TEXT_CHARS_MAX]))
+                    news.append(Skipped(source, name, skip.steps.start, skip.steps.stop, skip.why[:TEXT_CHARS_MAX]))
         return news
 
 

@@ -30,7 +30,7 @@ class Faulty(Matmul):
 
 class Lab(Cpu):
     name = "lab"
-    communicator = "holdfast.worker.communicators:Gloo"
+    communicator = "holdfast.worker.collectives.communicators:Gloo"
     matmul_size = 256
     copy_bytes = 16 * 2**20
 

@@ -24,7 +24,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast as hf
-from holdfast.worker import canonical, groups
+from holdfast.worker.collectives import groups
+from holdfast.worker.parallel import canonical
 
 faulthandler.register(signal.SIGUSR2)
 parser = argparse.ArgumentParser()

@@ -29,8 +29,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast as hf
-from holdfast.worker import groups, resharding
-from holdfast.worker.replicas import Ring
+from holdfast.worker.collectives import groups
+from holdfast.worker.memory import resharding
+from holdfast.worker.memory.replicas import Ring
 
 WAIT_S = 50.0
 

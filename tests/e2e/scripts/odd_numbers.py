@@ -1,6 +1,6 @@
 """A replicated model whose numbers go wrong on purpose, watched.
 
-    odd_numbers.py POLICY STEPS
+    odd_numbers.py POLICY STEPS [FLIPPED RANK]
 WORK/steps     step, rank, pid and the digest of the parameters after it, one line a committed step and rank
 WORK/once-*    what has happened already
 """
@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import holdfast as hf
 
 policy, steps = sys.argv[1], int(sys.argv[2])
+flipped, rank = map(int, sys.argv[3:] or (15, 1))
 work = Path(os.environ["WORK"])
 out = os.open(work / "steps", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 job = hf.init(seed=1)
@@ -37,7 +38,7 @@ def once(name: str) -> bool:
 
 for step in job.steps(steps):
     with step:
-        if step.number == 15 and job.rank == 1 and once("flip"):
+        if step.number == flipped and job.rank == rank and once("flip"):
             net.weight.data.view(torch.int32)[0, 3] ^= 1 << 3
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step.number + job.rank))
         loss = model(x).square().mean()

@@ -33,7 +33,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast as hf
-from holdfast.worker import groups, restoring
+from holdfast.worker.collectives import groups
+from holdfast.worker.memory import restoring
 from holdfast.worker.settling import Standing
 
 faulthandler.register(signal.SIGUSR2)  # so that a person can ask where it is

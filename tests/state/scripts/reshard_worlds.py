@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.state import loading, parts, reshard
-from holdfast.state.snapshot import Pair, Snapshot
+from holdfast.state.snapshot import Snapshot
 from holdfast.state.tracked import Tracked
 from holdfast.storage.image import block_checksums
 from holdfast.storage.pickles import dcp_metadata
@@ -157,14 +157,12 @@ def tensors_of(value: Any, path: str = "") -> dict[str, torch.Tensor]:
 
 def roll_back(tracked: Tracked, digest: str, rank: int) -> None:
     """A snapshot undoes a step, in place; and the step made again gives the same."""
-    pair = Pair(tracked.state())
-    pair.take(tracked.state(), 0)
+    before = Snapshot(tracked.state())
+    before.take(tracked.state(), 0)
     train(tracked, 1, rank)
     after = whole(tracked)
     assert after != digest
-    newest = pair.newest()
-    assert newest is not None
-    newest.restore_into(tracked)
+    before.restore_into(tracked)
     assert whole(tracked) == digest
     train(tracked, 1, rank)
     assert whole(tracked) == after

@@ -72,8 +72,8 @@ class Sink(Protocol):
 class Keeper(Protocol):
     """Who decides what is kept here. Called from threads; ReplicaError is a refusal."""
 
-    def offer(self, label: Label) -> Sink | None:
-        """None: it is here already."""
+    def offer(self, label: Label, whole: int) -> Sink | None:
+        """None: it is here already. `whole`: see Offer."""
 
     def contribute(self, piece: Contribute) -> Sink | None: ...
 
@@ -165,8 +165,8 @@ class BulkServer:
         request = line.request()
         try:
             match request:
-                case Offer(label=label):
-                    _take_in(line, self._keeper.offer(label), label.checksums)
+                case Offer(label=label, whole=whole):
+                    _take_in(line, self._keeper.offer(label, whole), label.checksums)
                 case Contribute():
                     _take_in(line, self._keeper.contribute(request), b"")
                 case Ask():
@@ -238,9 +238,9 @@ class BulkClient:
         self.blocks_again = 0
         """How many had to be sent or read again."""
 
-    def put(self, label: Label, image: memoryview) -> None:
+    def put(self, label: Label, image: memoryview, whole: int = -1) -> None:
         """Until it is sealed there. ReplicaError if they do not want it, WireError or OSError if the line broke."""
-        self._converse(lambda line: self._put(line, Offer(label), image, label.checksums))
+        self._converse(lambda line: self._put(line, Offer(label, whole), image, label.checksums))
 
     def contribute(self, piece: Contribute, content: memoryview) -> None:
         """The same for a piece of a group's parity."""

@@ -4,7 +4,8 @@
 
 Held are images of nodes that the master has promised us as guests (`promise`); of others nothing is taken in, but what
 is here of them stays until it is told to go, or until its memory is needed for what is promised. Of each seat the two
-newest images are kept. An image that is older than the newest one here is not taken in.
+newest images are kept, or the newest and the last that is whole everywhere (`Offer.whole`). An image that is older than
+the newest one here is not taken in.
 
 Everything here may be called from any thread.
 """
@@ -16,15 +17,16 @@ import threading
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from urllib.parse import quote
 
 import msgspec
 import structlog
 
-from holdfast.agent.replicas.blocks import block_count, span
-from holdfast.agent.replicas.slots import Head, Slot, oldest, open_slots, reading
+from holdfast.agent.memory.directories import directory_name
+from holdfast.agent.replicas.blocks import block_count, span, unpack
+from holdfast.agent.replicas.slots import Head, Slot, expendable, open_slots, reading
 from holdfast.errors import ReplicaError
 from holdfast.wire.bulk import Label
+from holdfast.wire.session import HeldImage
 
 log = structlog.get_logger("agent")
 
@@ -42,6 +44,24 @@ class Held(msgspec.Struct, frozen=True):
     label: Label
     path: Path
 
+    @property
+    def image(self) -> HeldImage:
+        """As workers are told of it, to restore from."""
+        label = self.label
+        return HeldImage(
+            path=str(self.path),
+            step=label.step,
+            part=label.part,
+            shards=label.shards,
+            shares=label.shares,
+            size_bytes=label.size_bytes,
+            seed=label.seed,
+            first_step=label.first_step,
+            view=label.view,
+            checksums=tuple(unpack(label.checksums)),
+            is_guest=True,
+        )
+
 
 class Guests:
     """One for the life of an agent; finds what an earlier life left in the same directory."""
@@ -58,13 +78,13 @@ class Guests:
         with self._lock:
             self._promised = dict(guests)
 
-    def offer(self, label: Label) -> Incoming | None:
+    def offer(self, label: Label, whole: int = -1) -> Incoming | None:
         """Where the image goes; None if it is here already. ReplicaError: it is not wanted, in a sentence."""
         with self._lock:
             self._check(label)
-        return self.adopt(label)
+        return self.adopt(label, whole)
 
-    def adopt(self, label: Label) -> Incoming | None:
+    def adopt(self, label: Label, whole: int = -1) -> Incoming | None:
         """The same for an image that this agent itself has found or made again, promised or not."""
         with self._lock:
             slots = self._slots((label.node_id, label.seat))
@@ -73,7 +93,7 @@ class Guests:
                 return None
             if any(label.age < known.age for known in held):
                 raise ReplicaError(f"step {label.step} of view {label.view} is older than what is here")
-            slot = oldest(slots)
+            slot = expendable(slots, whole)
             was_taken = slot.writer is not None  # by a connection that is broken and does not know it yet
             slot.writer = writer = object()
         with slot.growing:
@@ -113,16 +133,6 @@ class Guests:
                 for slot in self._seats.pop(seat):
                     slot.empty()
             shutil.rmtree(self.root / directory_name(node_id), ignore_errors=True)
-
-    def drop_unpromised(self, before_step: int) -> list[str]:
-        """Whoever is not promised, and has nothing here as new as this step, which is safe elsewhere. Who they were."""
-        with self._lock:
-            strangers = {node_id for node_id, _ in self._seats} - self._promised.keys()
-            newest = {h.label.node_id: h.label.step for h in sorted(self.held(), key=lambda h: h.label.step)}
-            gone = sorted(node_id for node_id in strangers if newest.get(node_id, -1) < before_step)
-            for node_id in gone:
-                self.drop(node_id)
-            return gone
 
     def forget_after(self, step: int) -> None:
         """The job has begun anew before this step: images of later ones are of a history that is no more."""
@@ -227,9 +237,3 @@ def _same(label: Label, known: Label) -> bool:
     if label.checksums and label.checksums != known.checksums:
         return False
     return msgspec.structs.replace(label, checksums=b"") == msgspec.structs.replace(known, checksums=b"")
-
-
-def directory_name(node_id: str) -> str:
-    """A node's id as one name in a file system: a user may have chosen anything."""
-    name = quote(node_id, safe="")
-    return f"%2E{name[1:]}" if name.startswith(".") else name

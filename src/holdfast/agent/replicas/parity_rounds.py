@@ -3,9 +3,10 @@
 A round needs the same step of everybody, so somebody must name it: the first member that has the seat. It contributes
 its newest image; the others hear of the step by that, and contribute theirs of the same step.
 
-The order of changes. The image of a round stays pinned until a later round is sealed on all members, also when the
-group changes in between: parity is worth nothing without the images that it is of. So while there is parity, snapshots
-can be taken no faster than rounds go: one slot has the image of the last round, the other that of the next.
+The order of changes. Parity is worth nothing without the images that it is of. The last step whose parity is sealed on
+all members of all groups is whole everywhere, as the workers know from each other: its images stay in their slots, and
+its parity in one of two here (`Offer.whole`), until a later step is. So while there is parity, snapshots can be taken
+no faster than rounds go.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from functools import partial
 
 import msgspec
 
@@ -21,7 +22,7 @@ from holdfast.agent.replicas.blocks import checksums_of
 from holdfast.agent.replicas.bulk import BulkClient
 from holdfast.agent.replicas.parity import piece
 from holdfast.agent.replicas.parity_store import Age, ParityStore
-from holdfast.agent.replicas.replicator import RETRY_FIRST_S, RETRY_MAX_S, Complaint, Image, Images, label_of
+from holdfast.agent.replicas.replicator import RETRY_FIRST_S, RETRY_MAX_S, Complaint, Image, Images, Safe, label_of
 from holdfast.core.orders import Peer
 from holdfast.errors import ReplicaError, WireError
 from holdfast.wire.bulk import Contribute, Label
@@ -37,17 +38,15 @@ class ParityRounds:
         group: Sequence[Peer],
         images: Images,
         store: ParityStore,
-        pins: dict[int, ExitStack],
         *,
         token: str,
         tls: Tls | None,
+        on_safe: Safe = lambda group, seat, view, step: None,
     ) -> None:
-        """`pins` are what the rounds before have left, by seat: taken over."""
         self.group = tuple(group)
         seats = next(peer.workers for peer in group if peer.node_id == node_id)
         self.seats = [
-            SeatRounds(node_id, self.group, seat, images, store, pins.pop(seat, ExitStack()), token, tls)
-            for seat in range(seats)
+            SeatRounds(node_id, self.group, seat, images, store, token, tls, on_safe) for seat in range(seats)
         ]
 
     def nudge(self) -> None:
@@ -55,10 +54,16 @@ class ParityRounds:
         for seat in self.seats:
             seat.news.set()
 
-    async def close(self) -> dict[int, ExitStack]:
-        """Nothing is under way on return; what is pinned is the caller's."""
-        left = await asyncio.gather(*(seat.close() for seat in self.seats))
-        return dict(enumerate(left))
+    def forget_after(self, step: int) -> None:
+        """What was sealed of later steps says nothing of those to come."""
+        for seat in self.seats:
+            if seat.sealed is not None and seat.sealed[1] > step:
+                seat.sealed = None
+            seat.news.set()
+
+    async def close(self) -> None:
+        """Nothing is under way on return."""
+        await asyncio.gather(*(seat.close() for seat in self.seats))
 
 
 class SeatRounds:
@@ -71,10 +76,11 @@ class SeatRounds:
         seat: int,
         images: Images,
         store: ParityStore,
-        pins: ExitStack,
         token: str,
         tls: Tls | None,
+        on_safe: Safe,
     ) -> None:
+        self._on_safe = on_safe
         self._node_id, self._group, self._seat, self._images, self._store = node_id, group, seat, images, store
         self._names = tuple(peer.node_id for peer in group)
         self._leader = next(peer.node_id for peer in group if peer.workers > seat)
@@ -85,13 +91,12 @@ class SeatRounds:
         }
         self._threads = ThreadPoolExecutor(len(group), thread_name_prefix=f"parity-{seat}")
         self.sealed: Age | None = None
-        """The newest step whose parity is sealed on all members; our image of it is pinned."""
-        self._pins = pins
+        """The newest step whose parity is sealed on all members."""
         self._complaint = Complaint()
         self.news = asyncio.Event()
         self._tasks = [asyncio.create_task(self._run()), asyncio.create_task(self._watch())]
 
-    async def close(self) -> ExitStack:
+    async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
         for client in self._clients.values():
@@ -100,7 +105,6 @@ class SeatRounds:
         await asyncio.to_thread(self._threads.shutdown)
         for client in self._clients.values():
             client.hang_up()
-        return self._pins
 
     async def _watch(self) -> None:
         while True:
@@ -134,9 +138,8 @@ class SeatRounds:
         return image if image and (self.sealed is None or (image.view, image.step) > self.sealed) else None
 
     async def _round(self, image: Image) -> bool:
-        """Whether it came to its end. If so, the image of the round before is free."""
-        with ExitStack() as pins:
-            content = pins.enter_context(image.pinned())
+        """Whether it came to its end."""
+        with image.pinned() as content:
             if content is None:
                 return True  # there is a newer one
             try:
@@ -144,8 +147,10 @@ class SeatRounds:
             except (WireError, ReplicaError, OSError) as error:
                 self._say(f"no parity of step {image.step}, local rank {self._seat}: {error}")
                 return False
-            self._pins.close()
-            self._pins, self.sealed = pins.pop_all(), (image.view, image.step)
+        if self._images.at(self._seat, image.view, image.step) is None:
+            return True  # the job has gone back behind it meanwhile
+        self.sealed = (image.view, image.step)
+        self._on_safe("parity of " + ", ".join(self._names), self._seat, image.view, image.step)
         self._say("")
         return True
 
@@ -156,7 +161,8 @@ class SeatRounds:
         if not label.checksums:
             checksums = await loop.run_in_executor(self._threads, checksums_of, content)
             label = msgspec.structs.replace(label, checksums=checksums)
-        sends = [loop.run_in_executor(self._threads, self._send, name, label, content) for name in self._clients]
+        send = partial(self._send, label, image.whole, content)
+        sends = [loop.run_in_executor(self._threads, send, name) for name in self._clients]
         outcomes = await asyncio.gather(*sends, return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
@@ -166,11 +172,11 @@ class SeatRounds:
         if waits and not await loop.run_in_executor(self._threads, self._store.await_sealed, self._seat, age):
             raise ReplicaError("others of the parity group have not contributed yet")
 
-    def _send(self, name: str, label: Label, content: memoryview) -> None:
+    def _send(self, label: Label, whole: int, content: memoryview, name: str) -> None:
         """In a thread."""
         members = len(self._names)
         where = piece(len(content), members, self._names.index(self._node_id), self._names.index(name))
-        offered = Contribute(label=label, group=self._names, size_bytes=where.stop - where.start)
+        offered = Contribute(label=label, group=self._names, size_bytes=where.stop - where.start, whole=whole)
         self._clients[name].contribute(offered, content[where])
 
     def _say(self, trouble: str) -> None:

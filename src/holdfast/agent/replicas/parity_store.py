@@ -5,7 +5,7 @@
 
 Contributors may come in any order, break off and come again: a block is mixed in once, however often it comes. The last
 word to a contributor, that all is sealed, is said when it is true of the whole group's: so who has heard it from all
-others knows that its image of the step before is no longer needed.
+others knows that its image is safe.
 
 Everything here may be called from any thread.
 """
@@ -23,7 +23,7 @@ import msgspec
 
 from holdfast.agent.replicas.blocks import block_count, span
 from holdfast.agent.replicas.parity import piece, xor_into
-from holdfast.agent.replicas.slots import Head, Slot, oldest, open_slots, reading
+from holdfast.agent.replicas.slots import Head, Slot, expendable, open_slots, reading
 from holdfast.errors import ReplicaError
 from holdfast.wire.bulk import BLOCK_BYTES, Contribute, Label
 
@@ -80,7 +80,7 @@ class ParityStore:
             self._check(offered)
             if any(label in known.members for known in self.sealed(label.seat)):
                 return None
-            current = self._round(label)
+            current = self._round(label, offered.whole)
         return Contribution(current, label, offered.size_bytes)  # not under the lock: it may need memory
 
     def announced(self, seat: int, leader: str) -> Age | None:
@@ -140,7 +140,7 @@ class ParityStore:
     def _index(self, node_id: str) -> int:
         return list(self._group).index(node_id)
 
-    def _round(self, label: Label) -> _Round:
+    def _round(self, label: Label, whole: int) -> _Round:
         """The one of this step; begun now if it is newer than what there is."""
         current = self._rounds.get(label.seat)
         newest = max((known.age for known in self.sealed(label.seat)), default=(-1, -1))
@@ -151,7 +151,7 @@ class ParityStore:
                 current.give_up("a newer step was begun")
             if label.seat not in self._seats:
                 self._seats[label.seat] = open_slots(self.root / f"seat-{label.seat}", Head[ParityLabel])
-            current = _Round(oldest(self._seats[label.seat]), self, label)
+            current = _Round(expendable(self._seats[label.seat], whole), self, label)
             self._rounds[label.seat] = current
         return current
 

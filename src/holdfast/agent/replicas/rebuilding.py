@@ -25,28 +25,31 @@ BLOCKS_CACHED_MAX = 2
 def rebuild_lost(
     lost: str, seat: int, survivors: Sequence[Peer], guests: Guests, *, token: str, tls: Tls | None
 ) -> Held:
-    """The newest image of the lost node's seat that can be made, now held here. ReplicaError if none can."""
+    """The images of the lost node's seat that can be made, now held here; the newest of them. ReplicaError if none can.
+    All of them: of the newest step other groups may not have everything."""
     with ExitStack() as ends:
         clients = {peer.node_id: BulkClient(peer.address, peer.bulk_port, token=token, tls=tls) for peer in survivors}
         for client in clients.values():
             ends.callback(client.hang_up)
-        why = "its parity group has none in common"
+        made, why = None, "its parity group has none in common"
         for parities in _candidates(lost, seat, clients):
             try:
-                return _rebuild(lost, parities, clients, guests)
+                made = _rebuild(lost, parities, clients, guests)
             except ReplicaError as error:
                 why = str(error)
-    raise ReplicaError(f"no image of {lost}, local rank {seat}, can be made again: {why}")
+    if made is None:
+        raise ReplicaError(f"no image of {lost}, local rank {seat}, can be made again: {why}")
+    return made
 
 
 def _candidates(lost: str, seat: int, clients: dict[str, BulkClient]) -> Iterator[dict[str, Kept]]:
-    """Parities of one step, complete, the newest first."""
+    """Parities of one step, complete, the oldest first: of what is held the newer may not come first."""
     found: dict[tuple[int, int], dict[str, Kept]] = {}
     for node_id, client in clients.items():
         for kept in client.inventory():
             if kept.kind == "parity" and kept.label.seat == seat and lost in kept.group:
                 found.setdefault(kept.label.age, {})[node_id] = kept
-    for _, parities in sorted(found.items(), reverse=True):
+    for _, parities in sorted(found.items()):
         groups = {kept.group for kept in parities.values()}
         if len(groups) == 1 and parities.keys() == set(groups.pop()) - {lost}:
             yield parities

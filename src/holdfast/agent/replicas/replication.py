@@ -11,29 +11,26 @@ They stay when the agent is killed, so that its next life finds them; they go wh
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import structlog
 
 from holdfast.agent.config import AgentConfig
-from holdfast.agent.replicas.bulk import BulkServer, Sink
-from holdfast.agent.replicas.guests import Guests, Held, directory_name
+from holdfast.agent.memory.directories import node_dir
+from holdfast.agent.replicas.bulk import BulkClient, BulkServer, Sink
+from holdfast.agent.replicas.guests import Guests, Held
 from holdfast.agent.replicas.parity_rounds import ParityRounds
 from holdfast.agent.replicas.parity_store import ParityLabel, ParityStore
 from holdfast.agent.replicas.rebuilding import rebuild_lost
-from holdfast.agent.replicas.replicator import Image, Images, Replicator, Safe
+from holdfast.agent.replicas.replicator import Image, Images, Replicator, Safe, label_of
 from holdfast.core.orders import Peer, Serve
 from holdfast.core.placement import lives_elsewhere
-from holdfast.errors import ReplicaError
+from holdfast.errors import ReplicaError, WireError
 from holdfast.wire.bulk import Contribute, Kept, Label, Read
 
 log = structlog.get_logger("agent")
-
-GROUPS_KNOWN_MAX = 8
-"""Parity groups this node was in lately: of what is lost, the parity is with the group before."""
 
 
 class NoImages:
@@ -44,6 +41,9 @@ class NoImages:
 
     def newest(self, seat: int) -> Image | None:
         return None
+
+    def all(self) -> Iterable[Image]:
+        return ()
 
     def at(self, seat: int, view: int, step: int) -> Image | None:
         return None
@@ -62,19 +62,18 @@ class Replication:
     def __init__(
         self, config: AgentConfig, images: Images, on_safe: Safe = lambda partner, seat, view, step: None
     ) -> None:
-        self._config, self._images = config, images
+        self._config, self._images, self._on_safe = config, images, on_safe
         self._server: BulkServer | None = None
         self._guests: Guests | None = None
         self._store: ParityStore | None = None
         self._rounds: ParityRounds | None = None
+        self._wanted_group: tuple[Peer, ...] = ()
+        """Whose rounds these are, or will be as soon as those of the last group are over."""
         self._changing = asyncio.Lock()
         self._changes: set[asyncio.Task[None]] = set()
-        self._pins: dict[int, ExitStack] = {}
-        """Images of parity rounds that are over, while the next ones are made."""
-        self._groups: deque[tuple[Peer, ...]] = deque(maxlen=GROUPS_KNOWN_MAX)
-        self.replicator = Replicator(
-            config.node_id, images, token=config.token, tls=config.tls, on_safe=on_safe
-        )
+        self._known_peers: dict[str, Peer] = {}
+        """Of parity groups: of what is lost, the parity may be with the group before."""
+        self.replicator = Replicator(config.node_id, images, token=config.token, tls=config.tls, on_safe=on_safe)
 
     @property
     def port(self) -> int:
@@ -88,17 +87,15 @@ class Replication:
     @property
     def partners(self) -> int:
         """How many other nodes have, or should have, a part in keeping this node's images."""
-        if self._rounds is not None:
-            return 1
-        return len(self.replicator.progress())
+        return 1 if self._wanted_group else len(self.replicator.progress())
 
-    def safe_step(self, seat: int) -> int:
-        """The newest step of a seat that all of them have; -1: none."""
-        if self._rounds is not None:
-            sealed = self.parity_sealed().get(seat)
-            return sealed[1] if sealed else -1
-        found = [seats[seat].step if seat in seats else -1 for seats in self.replicator.progress().values()]
-        return min(found, default=-1)
+    def safe_age(self, seat: int) -> tuple[int, int] | None:
+        """(view, step) of the newest image of a seat that all of them have."""
+        if self._wanted_group:
+            return self.parity_sealed().get(seat)
+        found = [seats.get(seat) for seats in self.replicator.progress().values()]
+        ages = [(one.view, one.step) for one in found if one is not None and one.step >= 0]
+        return min(ages, default=None) if len(ages) == len(found) else None
 
     @property
     def held(self) -> list[Held]:
@@ -113,15 +110,21 @@ class Replication:
     def serve(self, order: Serve) -> None:
         """Another view, or news of this one."""
         if self._guests is None:
-            self._guests = Guests(node_dir(self._config, order.job_id) / "guests")
-        self._guests.promise({peer.node_id: peer.workers for peer in order.guests})
+            self._guests = Guests(self._directory(order.job_id) / "guests")
+        self._guests.promise({peer.node_id: peer.rooms or peer.workers for peer in order.guests})
         self.replicator.follow(() if _is_elsewhere(order) else order.partners)
         self._join_group(order.job_id, () if _is_elsewhere(order) else order.parity)
+
+    def _directory(self, job_id: str) -> Path:
+        return node_dir(Path(self._config.snapshot_dir), job_id, self._config.node_id)
 
     def begin_from(self, step: int) -> None:
         """All workers have begun anew before this step."""
         if self._guests is not None:
             self._guests.forget_after(step)
+        self.replicator.forget_after(step)
+        if self._rounds is not None:
+            self._rounds.forget_after(step)
 
     def hold(self) -> None:
         """No part in the job for now. What is here of others stays: it may be needed."""
@@ -131,28 +134,52 @@ class Replication:
             self._guests.promise({})
 
     async def rebuild(self, lost: str, seat: int) -> Held:
-        """The newest image of a lost node's seat, made again from the parity of the group that it was in with us: held
-        here from then on. ReplicaError if it cannot be had."""
-        group = next((g for g in reversed(self._groups) if any(peer.node_id == lost for peer in g)), ())
-        survivors = [peer for peer in group if peer.node_id != lost]
+        """The images of a lost node's seat, made again from the parity of the group that it was in with us: held here
+        from then on; the newest of them. ReplicaError if none can be had."""
+        known = [one.group for one in reversed(self._parity()) if lost in one.group]
+        names = next(iter(known), ())
+        survivors = [peer for name in names if name != lost and (peer := self._known_peers.get(name))]
         return await asyncio.to_thread(
             rebuild_lost, lost, seat, survivors, self._open(), token=self._config.token, tls=self._config.tls
         )
 
     async def rebuild_lost(self) -> None:
-        """All that can be had of nodes that were in a parity group with us and are not any more. Of each, one of those
-        who are left does it."""
-        newest = {peer.node_id for peer in self._groups[-1]} if self._groups else set()
-        for group in list(self._groups)[:-1]:
-            left = sorted({peer.node_id for peer in group} & newest)
-            if not left or left[0] != self._config.node_id:
-                continue
-            for peer in (one for one in group if one.node_id not in newest):
-                for seat in range(peer.workers):
-                    try:
-                        await self.rebuild(peer.node_id, seat)
-                    except ReplicaError as error:
-                        log.debug(str(error))
+        """All that can be had of nodes that were in a parity group with us and are gone, or are back without what they
+        had in memory. Of each, one of those who are left does it."""
+        here = {self._config.node_id, *(peer.node_id for peer in self._wanted_group)}
+        ours = [
+            member
+            for one in self._parity()
+            for member in one.members
+            if sorted(here.intersection(one.group) - {member.node_id})[:1] == [self._config.node_id]
+        ]
+        if not ours:
+            return
+        at_home = set().union(*await asyncio.gather(*map(self._own_images, self._wanted_group)))
+        lost = [member for member in ours if (member.node_id, member.seat, member.age) not in at_home]
+        for node_id, seat in dict.fromkeys((member.node_id, member.seat) for member in lost):
+            try:
+                await self.rebuild(node_id, seat)
+            except ReplicaError as error:
+                log.debug(str(error))
+
+    async def _own_images(self, peer: Peer) -> set[tuple[str, int, tuple[int, int]]]:
+        """(node, seat, age) of those that a node of our group has made and has still; of itself nobody asks. Who is not
+        in our group any more is not asked either: it may be gone."""
+        if peer.node_id == self._config.node_id:
+            return set()
+        client = BulkClient(peer.address, peer.bulk_port, token=self._config.token, tls=self._config.tls)
+        try:
+            kept = await asyncio.to_thread(client.inventory)
+        except (WireError, ReplicaError, OSError):
+            return set()
+        finally:
+            client.hang_up()
+        return {(peer.node_id, one.label.seat, one.label.age) for one in kept if one.kind == "own"}
+
+    def _parity(self) -> list[ParityLabel]:
+        """What is kept here, of all seats, the oldest first."""
+        return sorted(self._store.inventory() if self._store else [], key=lambda one: one.age)
 
     async def close(self) -> None:
         """No more is sent or taken in, and nothing of it stays."""
@@ -163,8 +190,6 @@ class Replication:
             await asyncio.to_thread(self._server.close)
         self._change(())
         await asyncio.gather(*self._changes)
-        for pins in self._pins.values():
-            pins.close()
         if self._store:
             await asyncio.to_thread(self._store.clear)
         if self._guests:
@@ -173,16 +198,17 @@ class Replication:
 
     # --- what the bulk port asks of us (bulk.Keeper), from its threads
 
-    def offer(self, label: Label) -> Sink | None:
-        return self._open().offer(label)
+    def offer(self, label: Label, whole: int) -> Sink | None:
+        return self._open().offer(label, whole)
 
     def contribute(self, piece: Contribute) -> Sink | None:
         return self._open_store().contribute(piece)
 
     def inventory(self) -> tuple[Kept, ...]:
+        own = [Kept(kind="own", label=label_of(self._config.node_id, image)) for image in self._images.all()]
         guests = [Kept(kind="guest", label=held.label) for held in self.held]
         parity = [_kept(self._config.node_id, label) for label in self._store.inventory()] if self._store else []
-        return (*guests, *parity)
+        return (*own, *guests, *parity)
 
     def reading(self, wanted: Read) -> AbstractContextManager[memoryview]:
         match wanted.kind:
@@ -196,17 +222,18 @@ class Replication:
     # --- parity
 
     def _join_group(self, job_id: str, group: tuple[Peer, ...]) -> None:
-        if group and self._store is None:
+        root = self._directory(job_id) / "parity"
+        if self._store is None and (group or root.exists()):
             loop = asyncio.get_running_loop()
             self._store = ParityStore(
-                node_dir(self._config, job_id) / "parity",
+                root,
                 self._config.node_id,
                 lambda: loop.call_soon_threadsafe(self._nudge),
             )
         if self._store:
             self._store.join({peer.node_id: peer.workers for peer in group})
-        if group and (not self._groups or self._groups[-1] != group):
-            self._groups.append(group)
+        self._known_peers |= {peer.node_id: peer for peer in group}
+        self._wanted_group = group
         self._change(group)
 
     def _change(self, group: tuple[Peer, ...]) -> None:
@@ -220,12 +247,18 @@ class Replication:
             if (self._rounds.group if self._rounds else ()) == group:
                 return
             if self._rounds:
-                self._pins |= await self._rounds.close()
+                await self._rounds.close()
                 self._rounds = None
             if group and self._store:
                 config = self._config
                 self._rounds = ParityRounds(
-                    config.node_id, group, self._images, self._store, self._pins, token=config.token, tls=config.tls
+                    config.node_id,
+                    group,
+                    self._images,
+                    self._store,
+                    token=config.token,
+                    tls=config.tls,
+                    on_safe=self._on_safe,
                 )
 
     def _nudge(self) -> None:
@@ -235,6 +268,12 @@ class Replication:
     def parity_sealed(self) -> dict[int, tuple[int, int] | None]:
         """By seat: (view, step) of the newest round that is sealed on the whole group."""
         return {number: seat.sealed for number, seat in enumerate(self._rounds.seats)} if self._rounds else {}
+
+    def parity_of(self) -> list[tuple[Label, int]]:
+        """The images that can be made again with the parity that is kept here, and how many nodes it takes."""
+        known = self._store.inventory() if self._store else []
+        others = [(member, len(one.group) - 1) for one in known for member in one.members]
+        return [(member, nodes) for member, nodes in others if member.node_id != self._config.node_id]
 
     def _open_store(self) -> ParityStore:
         if self._store is None:
@@ -269,11 +308,6 @@ def _reading_own(images: Images, wanted: Read) -> Iterator[memoryview]:
         if content is None:
             raise ReplicaError(f"step {wanted.step} of view {wanted.view} is not here")
         yield content
-
-
-def node_dir(config: AgentConfig, job_id: str) -> Path:
-    """Where this node's memory of a job is."""
-    return Path(config.snapshot_dir) / directory_name(job_id) / directory_name(config.node_id)
 
 
 def _remove_empty(directory: Path, top: Path) -> None:

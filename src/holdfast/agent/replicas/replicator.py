@@ -61,6 +61,9 @@ class Image(Protocol):
     def seed(self) -> int: ...
     @property
     def first_step(self) -> int: ...
+    @property
+    def whole(self) -> int:
+        """The last step that its rank knows to be whole everywhere; -1: none."""
 
     def pinned(self) -> AbstractContextManager[memoryview | None]:
         """Its bytes, which stay as they are meanwhile; None if it was overwritten before. For any thread."""
@@ -73,6 +76,9 @@ class Images(Protocol):
         """Those that have any."""
 
     def newest(self, seat: int) -> Image | None: ...
+
+    def all(self) -> Iterable[Image]:
+        """Of all seats. For any thread."""
 
     def at(self, seat: int, view: int, step: int) -> Image | None:
         """The one of this step, if it is still there. For any thread."""
@@ -96,7 +102,7 @@ class Progress(msgspec.Struct, frozen=True):
 
 
 Safe = Callable[[str, int, int, int], None]
-"""(partner, seat, view, step) is sealed there. Called on the event loop."""
+"""(where, seat, view, step) is sealed there: on a partner, or as parity in a group. Called on the event loop."""
 
 
 class Replicator:
@@ -136,6 +142,11 @@ class Replicator:
         if not known or any(p.step < 0 for p in known) or not all(self.progress().values()):
             return None
         return min((p.view, p.step) for p in known)
+
+    def forget_after(self, step: int) -> None:
+        """What partners have of later steps says nothing of those to come."""
+        for follower in self._followers.values():
+            follower.forget_after(step)
 
     async def close(self) -> None:
         """Nothing is under way on return."""
@@ -188,6 +199,9 @@ class _Follower:
                 found[seat] = Progress(view, step, max(newest.step - step, 0))
         return found
 
+    def forget_after(self, step: int) -> None:
+        self._there = {seat: age for seat, age in self._there.items() if age[1] <= step}
+
     async def close(self) -> None:
         self._task.cancel()
         self._client.close()  # frees the thread, wherever it is
@@ -221,7 +235,7 @@ class _Follower:
             except (WireError, ReplicaError, OSError) as error:
                 self._say(f"step {image.step} of local rank {seat} is not copied to {self._peer.node_id}: {error}")
                 return False
-            if is_there:
+            if is_there and self._images.at(seat, image.view, image.step) is not None:  # else the job has gone back
                 self._there[seat] = (image.view, image.step)
                 self._on_safe(self._peer.node_id, seat, image.view, image.step)
         self._say("")
@@ -232,7 +246,7 @@ class _Follower:
         with image.pinned() as content:
             if content is None:
                 return False
-            self._client.put(label_of(self._node_id, image), content)
+            self._client.put(label_of(self._node_id, image), content, image.whole)
             return True
 
     def _say(self, trouble: str) -> None:

@@ -4,8 +4,8 @@
     slot-N.head     what is in it: WRITING or SEALED, and the label; with its own checksum, replaced by a rename
 
 The order of changes. Before the first byte of an image changes, its head says WRITING; after the last byte is verified,
-its head says SEALED. A process that dies in between leaves a slot that is taken for empty. Only the older of two sealed
-slots is ever written. Memory files do not outlive the machine, so nothing is synced.
+its head says SEALED. A process that dies in between leaves a slot that is taken for empty. One of the two stays as it
+is (`expendable`). Memory files do not outlive the machine, so nothing is synced.
 
 Memory is allocated before it is mapped: where there is none, that is an error, and not a signal that ends the agent.
 """
@@ -27,6 +27,7 @@ import structlog
 from crc32c import crc32c
 
 from holdfast.errors import ReplicaError
+from holdfast.wire.cgroups import memory_headroom
 
 SLOTS = 2
 RESERVE_BYTES = 64 * 2**20
@@ -46,6 +47,8 @@ class Aged(Protocol):
 
     @property
     def age(self) -> tuple[int, int]: ...
+    @property
+    def step(self) -> int: ...
     @property
     def size_bytes(self) -> int: ...
 
@@ -154,11 +157,17 @@ def open_slots(directory: Path, kind: type[Head[LabelT]]) -> list[Slot[LabelT]]:
     return slots
 
 
-def oldest(slots: list[Slot[LabelT]]) -> Slot[LabelT]:
-    """The one to overwrite: what is being written first, then what is not sealed, then the older."""
-    found = min(slots, key=lambda slot: (not slot.writer, slot.sealed.age if slot.sealed else (-1, -1)))
+def expendable(slots: list[Slot[LabelT]], whole: int) -> Slot[LabelT]:
+    """The one to overwrite: what is being written first, then what is not sealed, then the older. But not what is of
+    the step that is whole everywhere, as with the rank's own slots (wire/slots.py): of two, the later."""
+
+    def age(slot: Slot[LabelT]) -> tuple[int, int]:
+        return slot.sealed.age if slot.sealed else (-1, -1)
+
+    spared = max((slot for slot in slots if slot.sealed and slot.sealed.step == whole), key=age, default=None)
+    found = min((slot for slot in slots if slot is not spared), key=lambda slot: (not slot.writer, age(slot)))
     if found.pins:
-        raise ReplicaError("the older image is being read")
+        raise ReplicaError("the image that would make room for it is being read")
     return found
 
 
@@ -184,9 +193,9 @@ def reading(slots: list[Slot[LabelT]], age: tuple[int, int], lock: threading.RLo
 
 
 def free_bytes(directory: Path) -> int:
-    """What the file system has left."""
+    """What the file system has left, and memory has for it."""
     found = os.statvfs(directory)
-    return found.f_bavail * found.f_frsize
+    return min(found.f_bavail * found.f_frsize, memory_headroom().free_bytes)
 
 
 def lack_of_room(directory: Path, needed: int) -> str:

@@ -55,8 +55,8 @@ class Accelerator:
     backend = ""
     """torch.distributed's name of what its tensors are communicated through."""
     communicator = ""
-    """`module:Class` of a communicator that survives a change of members (worker/communicators.py); empty: one is made
-    of the backend of the name above, as far as torch can make it."""
+    """`module:Class` of a communicator that survives a change of members (worker/collectives/communicators.py); empty:
+    one is made of the backend of the name above, as far as torch can make it."""
     memory_free_share_min = 0.8
     """Before a job begins a device of its own is empty but for its context: with less free memory than this somebody
     else's process is on it."""
@@ -66,6 +66,11 @@ class Accelerator:
     def is_available(self) -> bool:
         """Whether this machine has, or ought to have, such devices."""
         raise NotImplementedError
+
+    def is_present(self) -> bool:
+        """The same, told without torch, which the agent has not: by a file of the driver. Where it is so, `faults`
+        counts for the job's workers also if nobody named this kind."""
+        return False
 
     def devices(self) -> list[Device]:
         """All there are, in the order of their numbers."""

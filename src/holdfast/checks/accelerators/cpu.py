@@ -17,7 +17,7 @@ class Cpu(TorchAccelerator):
 
     name = "cpu"
     backend = "gloo"
-    communicator = "holdfast.worker.communicators:Gloo"
+    communicator = "holdfast.worker.collectives.communicators:Gloo"
     memory_free_share_min = 0.02  # it is everybody's: no more than that a worker can be started at all
     matmul_size = 512
     copy_bytes = 64 * 2**20
@@ -27,6 +27,10 @@ class Cpu(TorchAccelerator):
         FaultRule(fault="memory-uncorrectable", signal="SIGBUS", text=r"hardware memory (error|corruption)"),
         FaultRule(fault="cpu-machine-check", signal="SIGILL"),
     )
+
+    def is_present(self) -> bool:
+        """Always."""
+        return True
 
     def is_available(self) -> bool:
         """Always."""

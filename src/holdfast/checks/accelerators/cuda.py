@@ -49,7 +49,7 @@ class Cuda(TorchAccelerator):
 
     name = "cuda"
     backend = "nccl"
-    communicator = "holdfast.worker.communicators:Nccl"
+    communicator = "holdfast.worker.collectives.communicators:Nccl"
     faults = (
         FaultRule(fault="gpu-inforom-corrupted", code=14),
         FaultRule(fault="gpu-inforom-corrupted", text=r"infoROM is corrupted"),
@@ -61,10 +61,15 @@ class Cuda(TorchAccelerator):
         FaultRule(fault="gpu-driver-error", text=r"CUDA driver (version|initialization) |Xid .*: (62|119|120|143)\b"),
         FaultRule(fault="gpu-link-error", text=r"NVLink error|Xid .*: 74\b|CUDA error: peer access"),
         FaultRule(fault="gpu-unknown-device", text=r"CUDA error: (invalid device ordinal|no CUDA-capable device)"),
-        FaultRule(fault="gpu-driver-error", text=r"CUDA error: (unknown error|unspecified launch failure)"),
+        FaultRule(fault="gpu-driver-error", text=r"CUDA error: unknown error"),
+        FaultRule(fault="gpu-launch-failure", text=r"CUDA error: unspecified launch failure"),
         FaultRule(fault="gpu-memory-error", text=r"CUDA error: (an )?(uncorrectable|hardware stack error)"),
         FaultRule(fault="network-device-error", text=r"NCCL WARN .*(ibv_|IB ).*(error|failed)|Got completion .* error"),
     )
+
+    def is_present(self) -> bool:
+        """As the driver says."""
+        return has_device_files()
 
     def is_available(self) -> bool:
         """A device that is there and cannot be used is to be found by the check, not passed over."""

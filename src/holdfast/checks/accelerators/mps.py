@@ -18,10 +18,14 @@ class Mps(TorchAccelerator):
 
     name = "mps"
     backend = "gloo"
-    communicator = "holdfast.worker.communicators:Gloo"
+    communicator = "holdfast.worker.collectives.communicators:Gloo"
     memory_free_share_min = 0.1  # it shares the machine's memory
     matmul_size = 2_048
     faults = (FaultRule(fault="gpu-driver-error", text=r"MPSGraph|command buffer exited with error status"),)
+
+    def is_present(self) -> bool:
+        """In every machine of Apple's own processors."""
+        return (platform.system(), platform.machine()) == ("Darwin", "arm64")
 
     def is_available(self) -> bool:
         """As torch says."""

@@ -23,14 +23,19 @@ class Npu(TorchAccelerator):
 
     name = "npu"
     backend = "hccl"
-    communicator = "holdfast.worker.communicators:Hccl"
+    communicator = "holdfast.worker.collectives.communicators:Hccl"
     faults = (
         FaultRule(fault="npu-memory-error", text=r"HBM.*(multi-?bit|uncorrectable) ECC|507054|507053"),
         FaultRule(fault="npu-lost", text=r"107020|507899.*device|drv.*device.*(lost|not exist)"),
         FaultRule(fault="npu-driver-error", text=r"507899|rtDeviceReset.*fail|aclrtSetDevice.*fail"),
         FaultRule(fault="npu-core-error", text=r"507015|aicore (exception|timeout)|AIC ERROR"),
-        FaultRule(fault="npu-link-error", text=r"EI0002|EI0006|HCCL.*(socket|notify) (timeout|wait)|link down"),
+        FaultRule(fault="collective-timeout", text=r"EI0002|EI0006|HCCL.*(socket|notify) (timeout|wait)"),
+        FaultRule(fault="npu-link-error", text=r"link down"),
     )
+
+    def is_present(self) -> bool:
+        """As the driver says."""
+        return has_device_files()
 
     def is_available(self) -> bool:
         """A device that is there and cannot be used is to be found by the check, not passed over."""

@@ -10,6 +10,7 @@ import importlib
 from importlib.metadata import EntryPoint, entry_points
 
 from holdfast.checks.accelerators.base import Accelerator
+from holdfast.core.fault_table import checked_rules
 from holdfast.errors import UsageError
 
 ENTRY_POINTS = "holdfast.accelerators"
@@ -26,16 +27,19 @@ BUILT_IN = {
 
 def names() -> tuple[str, ...]:
     """All that `load` knows, others' first."""
-    return tuple(dict.fromkeys([*(name for name in _plugged() if name != CPU), *BUILT_IN]))
+    return _in_order(_plugged())
 
 
 def load(name: str) -> Accelerator:
     """The plug-in of this name. UsageError with a sentence if there is none, or if it cannot be had."""
-    plugged = _plugged()
+    return _load(name, _plugged())
+
+
+def _load(name: str, plugged: dict[str, EntryPoint]) -> Accelerator:
     if name not in plugged and name not in BUILT_IN:
         raise UsageError(
-            f"--accelerator {name}: there is no plug-in of this name, only {', '.join(names())}; others are entry"
-            f" points of the group {ENTRY_POINTS}"
+            f"--accelerator {name}: there is no plug-in of this name, only {', '.join(_in_order(plugged))}; others are"
+            f" entry points of the group {ENTRY_POINTS}"
         )
     try:
         made = plugged[name].load()() if name in plugged else resolve(BUILT_IN[name])()
@@ -47,6 +51,10 @@ def load(name: str) -> Accelerator:
             f"--accelerator {name}: {type(made).__name__} is not derived from"
             " holdfast.checks.accelerators.base.Accelerator"
         )
+    try:
+        checked_rules(made.faults)
+    except UsageError as error:
+        raise UsageError(f"--accelerator {name}: {error}") from None
     return made
 
 
@@ -63,12 +71,30 @@ def detect() -> tuple[Accelerator, list[str]]:
     return load(CPU), problems
 
 
+def present() -> list[Accelerator]:
+    """All kinds of processors that this machine has, as far as that is known without torch; the CPU last."""
+    plugged = _plugged()
+    found: list[Accelerator] = []
+    for name in _in_order(plugged):
+        try:
+            kind = _load(name, plugged)
+            if kind.is_present():
+                found.append(kind)
+        except Exception:  # a plug-in must not be the reason why a job does not start; who names it is told
+            continue
+    return found
+
+
 def resolve(path: str) -> type:
     """The class that `module:Class` names."""
     module, _, name = path.partition(":")
     found = getattr(importlib.import_module(module), name)
     assert isinstance(found, type), f"{path} is not a class"
     return found
+
+
+def _in_order(plugged: dict[str, EntryPoint]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys([*(name for name in plugged if name != CPU), *BUILT_IN]))
 
 
 def _plugged() -> dict[str, EntryPoint]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from holdfast.checks.accelerators.base import Ailment, FaultRule, tool_output
 from holdfast.checks.accelerators.generic import TorchAccelerator
@@ -10,6 +11,7 @@ from holdfast.checks.accelerators.generic import TorchAccelerator
 TABLE = ("xpu-smi", "health", "-l")
 DEVICE = re.compile(r"^\|\s*Device ID\s*\|\s*(?P<index>\d+)")
 STATUS = re.compile(r"^\|\s*\d*\.?\s*(?P<what>[A-Z][\w ]+?)\s*\|\s*Status:\s*(?P<status>\w+)")
+INTEL = "0x8086"
 BAD = frozenset({"Warning", "Critical"})
 
 
@@ -18,16 +20,27 @@ class Xpu(TorchAccelerator):
 
     name = "xpu"
     backend = "xccl"
-    communicator = "holdfast.worker.communicators:Xccl"
+    communicator = "holdfast.worker.collectives.communicators:Xccl"
     faults = (
         FaultRule(fault="gpu-lost", text=r"UR_RESULT_ERROR_DEVICE_LOST|ZE_RESULT_ERROR_DEVICE_LOST"),
         FaultRule(fault="gpu-driver-error", text=r"(UR|ZE)_RESULT_ERROR_(UNINITIALIZED|DEVICE_REQUIRES_RESET)"),
         FaultRule(fault="gpu-memory-error", text=r"GPU HANG|uncorrectable .*memory error"),
     )
 
+    def is_present(self) -> bool:
+        """As the kernel says, which names the maker of every display controller."""
+        return any(_reads(path) == INTEL for path in Path("/sys/class/drm").glob("renderD*/device/vendor"))
+
     def ailments(self) -> list[Ailment]:
         """What xpu-smi says, where it is installed."""
         return parse_health(tool_output(TABLE) or "")
+
+
+def _reads(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
 
 
 def parse_health(text: str) -> list[Ailment]:

@@ -1,0 +1,117 @@
+"""Checksums of the images in this node's memory, so that whoever restores from one knows that it is what was written.
+
+Those that are written to storage or copied to other nodes get theirs on the way; all others get them here, in a process
+of its own, of the lowest priority (SCHED_IDLE): it takes what the processors have left over. A thread of the agent's
+would not do: one that waits for a processor while it holds the interpreter keeps the whole agent waiting.
+
+It takes no locks. An image that is overwritten while it is read gets no checksums, and the next one is looked at.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from crc32c import crc32c
+
+from holdfast.storage.stores import BLOCK_BYTES
+from holdfast.wire.slots import Record, Seat, Status, map_image
+
+
+class Verifier:
+    """The agent's end. The process begins with the first image, and ends with the agent."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def note(self, directory: Path) -> None:
+        """There is another image in this vault."""
+        if self._process is None:
+            command = [sys.executable, "-m", __spec__.name, str(directory)]
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+            os.set_blocking(self._pipe, False)
+        try:
+            os.write(self._pipe, b"\n")
+        except OSError:
+            pass  # it has not looked at the last few yet, or it is gone: then images are believed as they are
+
+    def close(self) -> None:
+        """It has nothing that must be finished."""
+        process, self._process = self._process, None
+        if process is not None:
+            assert process.stdin is not None
+            process.stdin.close()
+            process.kill()
+            process.wait()
+
+    @property
+    def _pipe(self) -> int:
+        assert self._process is not None and self._process.stdin is not None
+        return self._process.stdin.fileno()
+
+
+class Reader:
+    """The process's end."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._seats: dict[Path, Seat] = {}
+        self._mapped: dict[Path, mmap.mmap] = {}
+        """Kept: a mapping whose pages are in place is read at the speed of memory."""
+
+    def work_off(self) -> None:
+        """Read every image that has no checksums yet, the newest first."""
+        while (found := self._next()) is not None:
+            seat, slot, record = found
+            if not self._read(seat, slot, record):
+                return
+
+    def _next(self) -> tuple[Seat, int, Record] | None:
+        for directory in self._directory.glob("seat-*"):
+            if directory not in self._seats:
+                self._seats[directory] = Seat.open(directory)
+        unread = [
+            (record.created_ns, seat, slot, record)
+            for seat in self._seats.values()
+            for slot, record in seat.sealed().items()
+            if seat.checksums(slot, record) is None
+        ]
+        return max(unread, key=lambda one: one[0])[1:] if unread else None
+
+    def _read(self, seat: Seat, slot: int, record: Record) -> bool:
+        """Whether it stayed as it was for so long."""
+        memory, checksums = self._map(seat.path(slot), record.size_bytes), []
+        with memoryview(memory) as image:
+            for start in range(0, record.size_bytes, BLOCK_BYTES):
+                checksums.append(crc32c(image[start : min(start + BLOCK_BYTES, record.size_bytes)]))
+                now = seat.record(slot)
+                if (now.status, now.created_ns) != (Status.SEALED, record.created_ns):
+                    return False
+        seat.note_checksums(slot, record, checksums)
+        return True
+
+    def _map(self, path: Path, size_bytes: int) -> mmap.mmap:
+        known = self._mapped.get(path)
+        if known is None or len(known) < size_bytes:
+            self._mapped[path] = known = map_image(path, size_bytes, is_writable=False)
+        return known
+
+
+def main() -> None:
+    try:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    except OSError:
+        os.nice(19)  # a sandbox that does not allow it
+    reader = Reader(Path(sys.argv[1]))
+    while os.read(sys.stdin.fileno(), 4_096):  # one byte an image; nothing: the agent is gone
+        try:
+            reader.work_off()
+        except (OSError, ValueError):
+            return  # the vault is gone
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Process groups that stay while what they communicate through is swapped, view by view."""

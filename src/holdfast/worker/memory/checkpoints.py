@@ -1,0 +1,179 @@
+"""Checkpoints of the whole job, as its workers write and read them together (their life on storage: storage/).
+
+Written by the survivors of a job that cannot go on: each shard by the lowest rank that has it, a dead rank's by one
+that keeps its replica. When all are through, rank 0 publishes. (Everything else that becomes a checkpoint is written by
+the agents, from snapshots.)
+
+Read at the start of a job: the newest that every rank can load. One that is damaged for one rank is passed over by all.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+
+import torch
+
+from holdfast import __version__
+from holdfast.errors import CheckpointError, SettleError, StateError, StorageError
+from holdfast.state.parts import FilePart, PartSource, RangePart, load_parts, write_image
+from holdfast.state.tracked import Tracked
+from holdfast.state.tree import Flat
+from holdfast.storage.catalogue import Catalogue, Found
+from holdfast.storage.manifest import About
+from holdfast.storage.stores import open_store
+from holdfast.storage.writing import Writing
+from holdfast.wire.session import Place
+from holdfast.worker.collectives import groups
+from holdfast.worker.collectives.talk import Talk
+
+SHARDS_A_RANK_MAX = 16
+"""How many shards one rank may offer to write: its own, and the replicas it keeps."""
+
+log = logging.getLogger(__name__)
+
+
+def write(url: str, step: int, held: Mapping[int, Flat], shards: int, place: Place, seed: int) -> None:
+    """Our part of a checkpoint of the state before `step`, from the shards we hold; rank 0 publishes it."""
+    about = About(
+        step=step,
+        world_size=place.world_size,
+        shards=shards,
+        view=place.view,
+        seed=seed,
+        created_unix_s=time.time(),
+        versions={"holdfast": __version__, "torch": str(torch.__version__)},
+    )
+    with Writing(open_store(url), about, f"dump-v{place.view}") as writing:
+        for shard in _ours(held, place.rank):
+            with memoryview(write_image(held[shard], 1, 0)) as image:
+                writing.write_part(shard, image)
+        groups.agree((step,))
+        if place.rank == 0 and writing.publish() is None:
+            raise CheckpointError(f"{url} lacks parts of step {step}: give all nodes a --checkpoint-dir they share")
+        groups.agree((step,))
+
+
+def _ours(held: Mapping[int, Flat], rank: int) -> list[int]:
+    """The shards that nobody with a lower rank has."""
+    offered = sorted(held)[:SHARDS_A_RANK_MAX]
+    rows = groups.gather([*offered, *([-1] * (SHARDS_A_RANK_MAX - len(offered)))])
+    return [shard for shard in offered if not any(shard in row for row in rows[:rank])]
+
+
+# --- reading
+
+
+def newest(url: str, before: int | None = None) -> Found | None:
+    """The newest that can be opened, of a step below `before`; what is wrong with newer ones is said."""
+    catalogue = Catalogue(open_store(url))
+    for step in catalogue.shelf.steps():
+        if before is not None and step >= before:
+            continue
+        try:
+            return catalogue.open(step)
+        except StorageError:
+            raise
+        except CheckpointError as error:
+            log.warning("checkpoint passed over: %s", error)
+    return None
+
+
+def newest_step(url: str) -> int:
+    """Of the newest that can be opened; -1 if there is none, or if storage cannot be asked: what is in memory is good
+    without it."""
+    try:
+        found = newest(url)
+    except StorageError as error:
+        log.warning("storage cannot be asked for checkpoints: %s", error)
+        return -1
+    return found.step if found is not None else -1
+
+
+def restore(url: str, tracked: Tracked, shards: int, talk: Talk) -> Found | None:
+    """Load the newest checkpoint there is, whatever world wrote it; None if there is none. All ranks together: what one
+    of them cannot load, nobody uses. CheckpointError if there are some and none can be used: who began anew would
+    believe that there was none. StorageError if storage cannot be reached: it says nothing about what lies there."""
+    before: int | None = None
+    while (step := _agreed_step(url, before, talk)) >= 0:
+        found, trouble = _try_to_load(url, step, tracked, talk.rank, shards)
+        is_bad, is_away = talk.agree((int(trouble is not None), int(_is_away(trouble))))
+        if is_away:
+            raise StorageError(f"the checkpoint of step {step} cannot be read: {trouble or 'another rank says so'}")
+        if not is_bad:
+            return found
+        log.warning("checkpoint of step %d passed over: %s", step, trouble or "another rank cannot load it")
+        before = step
+    if talk.agree((int(bool(Catalogue(open_store(url)).shelf.steps())),))[0]:
+        raise CheckpointError(f"{url} has no checkpoint that every rank can load: see the warnings above")
+    return None
+
+
+def _agreed_step(url: str, before: int | None, talk: Talk) -> int:
+    """The newest that every rank sees; -1 if there is none."""
+    found = newest(url, before)
+    step = found.step if found is not None else -1
+    highest, lowest = talk.agree((step, -step))
+    if -lowest < 0 <= highest:
+        raise SettleError(
+            f"some ranks see a checkpoint of step {highest}, others none: give all nodes the same --checkpoint-dir, on"
+            " storage they share"
+        )
+    return -lowest
+
+
+def _is_away(trouble: Exception | None) -> bool:
+    return isinstance(trouble, StorageError) or (trouble is not None and isinstance(trouble.__context__, StorageError))
+
+
+def _try_to_load(
+    url: str, step: int, tracked: Tracked, rank: int, shards: int
+) -> tuple[Found | None, CheckpointError | StateError | None]:
+    try:
+        catalogue = Catalogue(open_store(url))
+        found = catalogue.open(step)
+        with catalogue.reading(found):
+            load(found, tracked, rank, shards)
+    except (CheckpointError, StateError) as error:
+        return None, error
+    return found, None
+
+
+def load(found: Found, tracked: Tracked, rank: int, shards: int) -> None:
+    """The state of one rank, verified; resharded if the world is cut otherwise."""
+    about = found.about
+    sources = _Sources(found)
+    try:
+        shard = rank % shards if about.shards == shards else None
+        load_parts(sources, about.shards, about.shares, tracked, shard=shard)
+    finally:
+        sources.close()
+
+
+class _Sources(dict[int, PartSource]):
+    """The parts of a checkpoint, each opened when it is first needed."""
+
+    def __init__(self, found: Found) -> None:
+        super().__init__()
+        self._found = found
+
+    def __contains__(self, number: object) -> bool:
+        return isinstance(number, int) and 0 <= number < len(self._found.manifest.parts)
+
+    def __missing__(self, number: int) -> PartSource:
+        found, part = self._found, self._found.manifest.parts[number]
+        checksums = [part.checksum(block) for block in range(part.blocks)]
+        store, name = found.store, found.name(part)
+        if store.local is not None:
+            self[number] = FilePart(store.local / name, checksums)
+        else:
+            self[number] = RangePart(
+                lambda start, size: store.read(name, start, size), part.size_bytes, checksums, f"{store.url}/{name}"
+            )
+        return self[number]
+
+    def close(self) -> None:
+        for source in self.values():
+            if isinstance(source, FilePart):
+                source.close()

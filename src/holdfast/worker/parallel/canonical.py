@@ -1,0 +1,226 @@
+"""`hf.init(reduction="canonical")`: the gradient of a step has the same bits whatever the number of ranks.
+
+The usual reduction adds up what each rank has, so another number of ranks rounds otherwise. Here the gradient of each
+*slot* is taken out after its backward, and the slots' gradients are added in one fixed binary tree (data/tree_sum.py):
+
+    each rank       the largest subtrees that lie in its slots, while the batches come; mostly one, at most 2·log2(V)
+    all to all      the gradient is cut into a piece a rank; every rank gets its piece of everybody's subtrees …
+    each rank       … and adds them in the order of the tree
+    all gather      everybody gets all pieces
+
+With one subtree a rank (slots = ranks · 2^n) that moves the bytes of a ring; each further one as many as half of it.
+
+The reduced gradient is in `.grad` when the loop over `step.batches` ends, so it can be clipped as usual. DDP's own
+reduction never runs. A fault in the exchange is one in the body of a step: the step is repeated.
+
+What else it takes for equal bits: a slot's batch and generators are functions of the step and the slot already; outside
+of slots all ranks draw the same numbers; the scale of a slot's loss, n/N, knows nothing of ranks; and buffers that a
+forward changes are refused, as each rank would have its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.modules.batchnorm import SyncBatchNorm, _NormBase
+
+from holdfast.data.handing import Weight
+from holdfast.data.randomness import set_generators, slot_key
+from holdfast.data.slots import slots_of
+from holdfast.data.tree_sum import Node, TreeSum, largest_nodes
+from holdfast.errors import UsageError
+from holdfast.state.modules import unwrapped
+from holdfast.state.optimizers import parameters_of
+from holdfast.state.tracked import Tracked
+from holdfast.state.volatile import find_slots
+from holdfast.worker.collectives import groups
+from holdfast.worker.parallel.flat_gradients import Layout, Loose, Stretch, add, give_gradients, take_gradients
+from holdfast.worker.parallel.models import leave_reduction, refuse_other_reductions
+from holdfast.worker.steps import Step
+
+NO_SLOT = -1
+"""Stands for a slot in the key of what is drawn outside of them."""
+
+
+class Canonical:
+    """The reductions of one set of tracked objects."""
+
+    def __init__(self, tracked: Tracked) -> None:
+        refuse_other_reductions(tracked.modules().values())
+        self._tracked = tracked
+        self._modules = trained_modules(tracked)
+        self._buffers = find_slots(self._modules)
+        self._norms = [part for module in self._modules for part in module.modules() if isinstance(part, _NormBase)]
+        self._layout: Layout | None = None
+        self._is_under_way = False
+        self._is_reduced = False
+
+    def begin_step(self, number: int, seed: int) -> None:
+        """Also after one that broke: what it left in the hands of a collective is not used again."""
+        if self._is_under_way:
+            self._layout = None
+        self._is_under_way = self._is_reduced = False
+        leave_reduction(self._modules)
+        set_generators(slot_key(seed, number, NO_SLOT))
+
+    def before_update(self) -> None:
+        if self._is_under_way or not self._is_reduced:
+            raise UsageError(
+                "the gradients are not reduced yet: with reduction='canonical' an optimizer's step comes after a loop"
+                " over step.batches(loader), which must be left at its end and not before"
+            )
+
+    def batches(self, step: Step, data: Any, seed: int, weight: Weight | None) -> Iterator[Any]:
+        """This rank's slots; at the end everybody has the gradient of all slots."""
+        self._check_world(data)
+        self._is_under_way = True
+        versions = self._versions()
+        reduction = Reduction(self._layout_for(data.world_size), data)
+        for batch in data.step_batches(weight=weight):
+            slot, is_ghost = data.slot, data.is_ghost
+            step._uses(data.share)
+            set_generators(slot_key(seed, step.number, slot))
+            yield batch
+            reduction.take(None if is_ghost else slot)
+        self._check_buffers(versions)
+        reduction.finish()
+        set_generators(slot_key(seed, step.number, NO_SLOT))
+        self._is_under_way, self._is_reduced = False, True
+
+    def _layout_for(self, ranks: int) -> Layout:
+        parameters = trained_parameters(self._tracked, self._modules)
+        if self._layout is None or not self._layout.fits(parameters, ranks):
+            self._layout = Layout(parameters, ranks)
+        return self._layout
+
+    def check(self, data: Any) -> None:
+        """Raise UsageError for batches whose gradients cannot be told apart, or got mixed."""
+        if self._is_under_way:
+            raise UsageError("one loop over step.batches is not over: take one loader's batches after the other's")
+        if not getattr(data, "has_slots", False):
+            raise UsageError("reduction='canonical' adds gradients by slot: use an hf.Loader with slots=…")
+
+    def _check_world(self, data: Any) -> None:
+        if (data.rank, data.world_size) != (dist.get_rank(), dist.get_world_size()):
+            raise UsageError("reduction='canonical' is over all ranks: leave out the loader's rank and world_size")
+        for norm in self._norms:
+            if norm.training and (norm.running_mean is not None or isinstance(norm, SyncBatchNorm)):
+                raise UsageError(
+                    f"{type(norm).__name__} keeps running statistics, which depend on the number of ranks: with"
+                    " reduction='canonical' use another norm, track_running_stats=False, or eval() for this module"
+                )
+
+    def _versions(self) -> list[tuple[Tensor | None, int]]:
+        found = [owner.get(name) for owner, name in self._buffers]
+        return [(buffer, -1 if buffer is None or buffer.is_inference() else buffer._version) for buffer in found]
+
+    def _check_buffers(self, before: list[tuple[Tensor | None, int]]) -> None:
+        changes = zip(self._buffers, before, self._versions(), strict=True)
+        changed = [name for (_, name), was, now in changes if was[0] is not now[0] or was[1] != now[1]]
+        if changed:
+            raise UsageError(
+                f"the buffer {changed[0]} changes in a forward pass, on each rank by its own batches: such a model"
+                " cannot be reduced canonically"
+            )
+
+
+class Reduction:
+    """From the slots' gradients of one step to everybody's."""
+
+    def __init__(self, layout: Layout, data: Any) -> None:
+        self._layout, self._plan, self._step = layout, data.plan, data.step
+        self._total = self._plan.slots
+        self._rank, self._ranks = data.rank, data.world_size
+        ranks = range(self._ranks)
+        self._slots = [slots_of(rank, self._ranks, self._total, data.weights) for rank in ranks]
+        self._next = self._slots[self._rank].start
+        self._tree: TreeSum[Loose] = TreeSum(self._total, add)
+        self._before = take_gradients(layout.parameters)
+
+    def take(self, slot: int | None) -> None:
+        """The gradients of a slot, whose backward is through; or, without a slot, of a ghost, which are nothing."""
+        gradients = take_gradients(self._layout.parameters)
+        if slot is not None:
+            self._pass_over(slot)
+            self._tree.push(Node(0, slot), gradients)
+            self._next = slot + 1
+
+    def finish(self) -> None:
+        """Everybody has the gradient of all slots, on top of what there was before."""
+        self._pass_over(self._slots[self._rank].stop)
+        total = self._tree.total() if self._ranks == 1 else self._exchange()
+        give_gradients(self._layout.parameters, add(self._before, total))
+
+    def _exchange(self) -> Loose:
+        nodes = [largest_nodes(slots, self._total) for slots in self._slots]
+        given = [[node for node in own if self._samples(node.slots(self._total))] for own in nodes]
+        mine = self._tree.sums()
+        assert [node for node, _ in mine] == given[self._rank], "the tree is not what others think it is"
+        total: Loose = [None] * len(self._layout.parameters)
+        for at, stretch in enumerate(self._layout.stretches):
+            flat, own = self._layout.borrow(at), self._layout.borrow(at)
+            into = [self._layout.borrow(at) for _ in range(max(map(len, given)))]
+            pieces = self._scatter(stretch, [gradients for _, gradients in mine], given, own, into)
+            rest: TreeSum[Tensor] = TreeSum(self._total, Tensor.add_)
+            for node in chain.from_iterable(nodes):
+                rest.push(node, pieces.get(node))
+            all_gather(rest.total(), flat)
+            self._layout.give_back(at, [own, *into])
+            for number, gradient in zip(stretch.numbers, stretch.unpack(flat), strict=True):
+                total[number] = gradient
+        return total
+
+    def _scatter(
+        self, stretch: Stretch, mine: list[Loose], given: list[list[Node]], own: Tensor, received: list[Tensor]
+    ) -> dict[Node, Tensor]:
+        """This rank's piece of each subtree. In turns: everybody's first, everybody's second, …"""
+        pieces: dict[Node, Tensor] = {}
+        for turn, into in enumerate(received):
+            if turn < len(mine):
+                stretch.pack(own, mine[turn])
+            senders = [rank for rank, theirs in enumerate(given) if turn < len(theirs)]
+            found = all_to_all(own if turn < len(mine) else None, into, senders, stretch.piece, self._ranks)
+            pieces |= {given[rank][turn]: piece for rank, piece in zip(senders, found, strict=True)}
+        return pieces
+
+    def _pass_over(self, slot: int) -> None:
+        """Slots before this one that had no samples."""
+        for empty in range(self._next, slot):
+            self._tree.push(Node(0, empty), None)
+
+    def _samples(self, slots: range) -> int:
+        return len(self._plan.slot_share(self._step, slots))
+
+
+def all_to_all(own: Tensor | None, into: Tensor, senders: list[int], piece: int, ranks: int) -> list[Tensor]:
+    """This rank's piece of what each of the senders has, in their order."""
+    piece_bytes = piece * into.element_size()
+    output, given = into[: piece * len(senders)], into[:0] if own is None else own
+    sizes_out = [piece_bytes if rank in senders else 0 for rank in range(ranks)]
+    sizes_in = [0 if own is None else piece_bytes] * ranks
+    groups.default_group().alltoall_base(groups.as_bytes(output), groups.as_bytes(given), sizes_out, sizes_in).wait()
+    return list(torch.split(output, piece))
+
+
+def all_gather(piece: Tensor, into: Tensor) -> None:
+    """Everybody's pieces, by rank."""
+    groups.default_group()._allgather_base(groups.as_bytes(into), groups.as_bytes(piece)).wait()
+
+
+def trained_modules(tracked: Tracked) -> list[torch.nn.Module]:
+    """Those that a tracked optimizer has a part of: not an average of a model, for one. All, if there is none."""
+    owned = {id(p) for optimizer in tracked.optimizers().values() for p in parameters_of(optimizer)}
+    modules = list(tracked.modules().values())
+    return [m for m in modules if not owned or any(id(p) in owned for p in unwrapped(m).parameters())]
+
+
+def trained_parameters(tracked: Tracked, modules: list[torch.nn.Module]) -> list[Tensor]:
+    """In an order that is the same on all ranks."""
+    found: dict[int, Tensor] = {id(p): p for module in modules for p in unwrapped(module).parameters()}
+    found |= {id(p): p for optimizer in tracked.optimizers().values() for p in parameters_of(optimizer)}
+    return [parameter for parameter in found.values() if parameter.requires_grad]

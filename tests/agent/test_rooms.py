@@ -1,0 +1,99 @@
+"""Rooms for snapshots are workers', not seats': who closes up to a lower seat stays where its images are."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from agent.crews import agent_config
+from holdfast.agent.memory.state_keeper import StateKeeper
+from holdfast.agent.reports import Reports
+from holdfast.state.parts import write_image
+from holdfast.state.tracked import Tracked
+from holdfast.wire.session import Room, Sealed, Snapshots, Written
+from holdfast.wire.slots import Record, Seat, Status
+
+
+class Tenant:
+    """A worker, as far as its state goes."""
+
+    def __init__(self, seat: int) -> None:
+        self.seat: int | None = seat
+        self.ended = self.dismissed = False
+        self.told: asyncio.Queue[Any] = asyncio.Queue()
+
+    def tell(self, message: Any) -> None:
+        self.told.put_nowait(message)
+
+
+async def room_for(keeper: StateKeeper, tenant: Tenant) -> str:
+    keeper.need_room(tenant, 64 * 1_024)  # type: ignore[arg-type]
+    room = await tenant.told.get()
+    assert isinstance(room, Room) and not room.why
+    return Path(room.directory).name
+
+
+def keeper_in(directory: Path) -> StateKeeper:
+    keeper = StateKeeper(
+        agent_config(directory, snapshot_dir=str(directory / "memory"), snapshots=Snapshots(every=1)),
+        Reports("node-0", lambda: "life", lambda event: None),
+    )
+    keeper.open("job", str(directory / "checkpoints"))
+    return keeper
+
+
+def test_who_closes_up_keeps_its_room_and_a_newcomer_gets_another(tmp_path: Path) -> None:
+    async def shrink_and_grow() -> None:
+        keeper = keeper_in(tmp_path)
+        first, lost, last = tenants = [Tenant(seat) for seat in range(3)]
+        assert [await room_for(keeper, one) for one in tenants] == ["seat-0", "seat-1", "seat-2"]
+        lost.ended = True
+        last.seat = 1
+        assert [await room_for(keeper, one) for one in (first, last)] == ["seat-0", "seat-2"]
+        newcomer = Tenant(2)
+        assert await room_for(keeper, newcomer) == "seat-1"
+        newcomer.dismissed, newcomer.seat = True, None
+        assert await room_for(keeper, Tenant(2)) == "seat-1"
+        await keeper.close()
+
+    asyncio.run(asyncio.wait_for(shrink_and_grow(), 60.0))
+
+
+def test_a_checkpoint_is_made_of_the_image_in_the_workers_own_room(tmp_path: Path) -> None:
+    async def seal() -> None:
+        keeper = keeper_in(tmp_path)
+        lost, closing_up = Tenant(0), Tenant(1)
+        for one in (lost, closing_up):
+            await room_for(keeper, one)
+        lost.ended, closing_up.seat = True, 0
+        page = dict(keeper.vault.seats())[1]
+        image = write_image(Tracked(model=torch.nn.Linear(2, 2)).state(), 1, 0)
+        with page.path(0).open("r+b") as file:
+            file.write(image)
+        page.write(0, Record(Status.SEALED, 7, view=2, size_bytes=len(image)))
+        keeper.sealed(closing_up, Sealed(7, True, {}, {}, url=str(tmp_path / "elsewhere")))  # type: ignore[arg-type]
+        written = await closing_up.told.get()
+        assert isinstance(written, Written) and not written.why
+        assert (tmp_path / "elsewhere" / "step-7").is_dir()
+        await keeper.close()
+
+    asyncio.run(asyncio.wait_for(seal(), 60.0))
+
+
+def test_what_a_dead_worker_knew_is_known_to_its_agent(tmp_path: Path) -> None:
+    async def look() -> None:
+        keeper = keeper_in(tmp_path)
+        for seat in range(2):
+            await room_for(keeper, Tenant(seat))
+        pages: list[Seat] = [page for _, page in keeper.vault.seats()]
+        assert keeper.vault.whole_word() == -1
+        for page, step in zip(pages, (4, 3), strict=True):
+            page.write(0, Record(Status.SEALED, step, view=2, size_bytes=1))
+            page.put(whole=step)
+        assert keeper.vault.whole_word() == pages[0].whole_word() > pages[1].whole_word()
+        await keeper.close()
+
+    asyncio.run(asyncio.wait_for(look(), 60.0))

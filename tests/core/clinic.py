@@ -1,0 +1,82 @@
+"""A world whose nodes are checked: they do what they are told, as well as the test wants them to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from core.world import World
+from holdfast.core import orders as o
+from holdfast.core import records as r
+from holdfast.core.health.findings import ALONE, PAIRED, CheckResult, CheckTask, Problem, Timing
+
+WRONG = (Problem("matmul", "wrong-result", "the product is wrong", 0),)
+PIECE_S = 0.01
+
+
+class Clinic(World):
+    """A world whose nodes do what they are told in a check: `times` as slow as others, or with a wrong result."""
+
+    def __init__(self, *, nodes: tuple[int, int], **settings: Any) -> None:
+        super().__init__(nodes=nodes, node_check=True, **settings)
+        self.times: dict[str, float] = {}
+        self.links: dict[frozenset[str], float] = {}
+        self.wrong: set[str] = set()
+        self.kinds: dict[str, str] = {}
+        """The processors of those that do not have the usual ones."""
+        self.mute: set[str] = set()
+        """Nodes that never answer."""
+        self.answered: set[tuple[str, str, int]] = set()
+        self.tasks: list[tuple[str, CheckTask]] = []
+
+    def open_tasks(self) -> list[tuple[str, CheckTask]]:
+        found = []
+        for node_id in self.lives:
+            order = self.told.get(self.life(node_id))
+            task = order.check if isinstance(order, o.Hold) and node_id not in self.mute else None
+            if task and (self.life(node_id), task.checkup, task.round) not in self.answered:
+                found.append((node_id, task))
+        return found
+
+    def play(self) -> list[r.Record]:
+        """Until nobody has anything to do."""
+        happened: list[r.Record] = []
+        while tasks := self.open_tasks():
+            for node_id, task in tasks:
+                self.tasks.append((node_id, task))
+                self.answered.add((self.life(node_id), task.checkup, task.round))
+                happened += self.do(self.examined(node_id, self.result(node_id, task))).records
+        return happened
+
+    def result(self, node_id: str, task: CheckTask) -> CheckResult:
+        kind = self.kinds.get(node_id, "cuda")
+        if task.kind == "pair":
+            link = self.links.get(frozenset((node_id, task.partner)), 1.0)
+            if link == float("inf"):
+                return CheckResult(problems=(Problem("all-reduce", "check-failed", "no route"),))
+            times = max(self.times.get(node_id, 1.0), self.times.get(task.partner, 1.0)) * link
+            return CheckResult(timings=tuple(Timing(stage, times * PIECE_S, 0.001) for stage in PAIRED))
+        if task.kind == "ready":
+            return CheckResult(store_port=29_900, accelerator=kind)
+        timings = tuple(Timing(stage, self.times.get(node_id, 1.0) * PIECE_S, 0.001) for stage in ALONE)
+        problems = WRONG if node_id in self.wrong else ()
+        return CheckResult(timings=timings, problems=problems, store_port=29_900, accelerator=kind)
+
+    def come(self, *node_ids: str, **info: Any) -> list[r.Record]:
+        """They join, and what follows is played to its end."""
+        happened = self.do(*(self.hello(node_id, **info) for node_id in node_ids)).records
+        happened += self.play()
+        happened += self.wait(self.settings.settle_s)
+        return happened + self.play()
+
+    def health(self) -> dict[str, type]:
+        return {node_id: type(node.health) for node_id, node in self.job.nodes.items()}
+
+    def checked(self) -> list[r.NodesChecked]:
+        return [record for record in self.history if isinstance(record, r.NodesChecked)]
+
+
+def clinic(least: int, most: int = 0, *, times: Mapping[str, float] | None = None, **settings: Any) -> Clinic:
+    made = Clinic(nodes=(least, most or least), **settings)
+    made.times = dict(times or {})
+    return made
