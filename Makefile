@@ -20,13 +20,17 @@ types: $(READY)
 rooms: $(READY)
 	$(BIN)/lint-imports
 
+# One after the other: what forks ranks, from a process without the other tests' threads, and what measures this machine.
+ALONE := tests/worker tests/e2e/test_node_check.py
+BESIDE := $(addprefix --ignore ,$(ALONE)) --numprocesses 4 --dist worksteal  # many mostly wait
+
 unit: $(READY)
-	$(BIN)/python -m pytest tests/worker  # forks ranks: from a process without the other tests' threads
-	$(BIN)/python -m pytest --ignore tests/worker -m "not long" --numprocesses 4 --dist worksteal  # many mostly wait
+	$(BIN)/python -m pytest $(ALONE) -m "not long"
+	$(BIN)/python -m pytest $(BESIDE) -m "not long"
 
 # What `make test` has no time for: further kinds of models, further moments of a kill.
 long: $(READY)
-	$(BIN)/python -m pytest --ignore tests/worker -m long --numprocesses 4 --dist worksteal
+	$(BIN)/python -m pytest $(BESIDE) -m long
 
 # torch first and by its exact pin: a looser range, or another package's, would pull a build for accelerators.
 $(READY): pyproject.toml

@@ -11,13 +11,14 @@ import secrets
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from e2e import jobs
+from e2e import jobs, references
 
 LAST_BREATH_S = 3.0
 """For processes that were killed and have not quite gone, or see their parent's end in a moment."""
@@ -29,6 +30,16 @@ failed = pytest.StashKey[bool]()
 # must not.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # of several processes, the one that starts the others
+        os.environ[references.DIRECTORY] = tempfile.mkdtemp(prefix="holdfast-references-")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ.pop(references.DIRECTORY), ignore_errors=True)
 
 
 @pytest.fixture

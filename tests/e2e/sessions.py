@@ -17,7 +17,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from e2e.jobs import (
     marked_processes,
     wait_for,
 )
+from e2e.references import made_once
 from holdfast.core.records import IncidentClosed, IncidentOpened, NodeJoined, ViewFormed
 from holdfast.core.views import View
 
@@ -274,20 +274,15 @@ def descendants(pid: int) -> Iterator[int]:
     return iter(found)
 
 
-_references: dict[tuple[str, int, int, str], Run] = {}
-_directories: list[tempfile.TemporaryDirectory[str]] = []
-
-
 def undisturbed(model: str, *, ranks: int, steps: int = STEPS, features: str = "", options=None) -> Run:
     """The same job without a fault. Run once."""
-    key = (model, ranks, steps, features + " ".join(options or []))
-    if key not in _references:
-        _directories.append(tempfile.TemporaryDirectory(prefix="holdfast-reference-"))
-        run = Run(Path(_directories[-1].name))
+
+    def make(directory: Path) -> None:
+        run = Run(directory)
         run.start(model, ranks=ranks, steps=steps, features=features, options=options).finish()
         assert len(run.finals) == ranks and not run.repeated()
-        _references[key] = run
-    return _references[key]
+
+    return Run(made_once(f"{model} {ranks} {steps} {features} {' '.join(options or [])}", make))
 
 
 def assert_same_bits(run: Run, reference: Run, missing: int = 0) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import tempfile
 from pathlib import Path
 
 import pytest
 
 from e2e.jobs import SCRIPTS
+from e2e.references import made_once
 from e2e.sessions import Run
 from holdfast.core.ladder import Strategy
 
@@ -16,7 +15,6 @@ SCRIPT = str(SCRIPTS / "canonical.py")
 STEPS = 200
 SLOTS = 6
 """More than one node of the tree for most ranks; and every fifth step has four samples, so that slots are empty."""
-_directories: list[tempfile.TemporaryDirectory[str]] = []
 
 
 class CanonicalRun(Run):
@@ -37,15 +35,16 @@ class CanonicalRun(Run):
         return found
 
 
-@functools.cache
 def reference() -> CanonicalRun:
-    """Four ranks, and nothing happens."""
-    _directories.append(tempfile.TemporaryDirectory(prefix="holdfast-reference-"))
-    run = CanonicalRun(Path(_directories[-1].name))
-    run.begin(4).finish()
-    assert len(run.finals) == 4 and len(set(run.finals.values())) == 1 and not run.repeated()
-    assert all(len(losses) == 1 for losses in run.slot_losses.values())
-    return run
+    """Four ranks, and nothing happens. Run once."""
+
+    def make(directory: Path) -> None:
+        run = CanonicalRun(directory)
+        run.begin(4).finish()
+        assert len(run.finals) == 4 and len(set(run.finals.values())) == 1 and not run.repeated()
+        assert all(len(losses) == 1 for losses in run.slot_losses.values())
+
+    return CanonicalRun(made_once("canonical", make))
 
 
 def assert_same_history(run: CanonicalRun) -> None:
@@ -54,7 +53,7 @@ def assert_same_history(run: CanonicalRun) -> None:
     assert run.slot_losses == reference().slot_losses
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 3, pytest.param(2, marks=pytest.mark.long)])
 def test_any_number_of_ranks_ends_with_the_same_bits(tmp_path: Path, ranks: int) -> None:
     run = CanonicalRun(tmp_path).begin(ranks).finish()
     assert len(run.finals) == ranks
@@ -78,7 +77,7 @@ def test_four_three_one_and_again_four_ranks_end_with_the_bits_of_four(tmp_path:
     assert {line.world_size for line in run.ledger} >= {4, 3, 1}
 
 
-@pytest.mark.parametrize("point", ["scatter", "gather"])
+@pytest.mark.parametrize("point", ["scatter", pytest.param("gather", marks=pytest.mark.long)])
 def test_an_exchange_whose_links_break_is_repeated(tmp_path: Path, point: str) -> None:
     options = ("--fault", f"{point}:7:1:cut", "--fault", f"{point}:31:0:kill")
     run = CanonicalRun(tmp_path).begin(3, options=options).finish()

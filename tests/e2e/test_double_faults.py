@@ -43,7 +43,7 @@ answered by the next rung."""
     ("model", "spares"),
     [
         ("ddp", "0"),
-        ("fsdp", "1"),
+        pytest.param("fsdp", "1", marks=pytest.mark.long),
         pytest.param("ddp", "1", marks=pytest.mark.long),
         pytest.param("fsdp", "0", marks=pytest.mark.long),
     ],

@@ -61,6 +61,7 @@ def test_retry_is_for_broken_connections_and_no_more(tmp_path: Path) -> None:
 # --- recover-in-place
 
 
+@pytest.mark.long
 def test_recover_in_place_is_also_for_steps_that_may_not_be_retried(tmp_path: Path) -> None:
     faults, flags = ["forward:5:1:kill", "forward:10:0:raise"], recovery("recover-in-place", "exit")
     run = Run(tmp_path).start("ddp", ranks=3, faults=faults, flags=flags, options=["--apart"]).finish()
@@ -69,6 +70,7 @@ def test_recover_in_place_is_also_for_steps_that_may_not_be_retried(tmp_path: Pa
     assert [len(run.pids[rank]) for rank in range(3)] == [2, 2, 1]
 
 
+@pytest.mark.long
 def test_recover_in_place_gives_way_to_a_spare_node_where_nothing_lives(tmp_path: Path) -> None:
     """On one of the nodes every new process dies at once."""
     run = fleet(tmp_path, "ddp", "2", ["--spare-nodes", "1"], "a", "b", "spare")

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from e2e.jobs import SCRIPTS, AgentProcess, Place, agent_environment, free_port, wait_for
+from e2e.references import made_once
 from holdfast.core.ladder import Strategy
 from holdfast.core.records import IncidentClosed, NodeJoined
 
@@ -86,16 +87,11 @@ class Run:
         return [incident.strategy for incident in self.place.journal.of(IncidentClosed)]
 
 
-_undisturbed: dict[str, Any] = {}
-
-
 @pytest.fixture
-def reference(tmp_path: Path, leak_guard: str) -> dict[str, Any]:
+def reference(leak_guard: str) -> dict[str, Any]:
     """The same job without a fault, run once: its state at the end, losses and samples of each step."""
-    if not _undisturbed:
-        run = Run(tmp_path / "reference").through(3)
-        _undisturbed.update(state=run.state, losses=losses_of(run), samples=samples_of(run))
-    return _undisturbed
+    run = Run(made_once("reentry", lambda directory: Run(directory).through(3)))
+    return {"state": run.state, "losses": losses_of(run), "samples": samples_of(run)}
 
 
 def losses_of(run: Run) -> dict[int, float]:
@@ -147,6 +143,7 @@ def test_down_to_one_that_has_all_and_back(tmp_path: Path, reference: dict[str, 
     assert run.worlds(4) == run.worlds(9) == {1} and run.worlds(8) == run.worlds(STEPS - 1) == {2}
 
 
+@pytest.mark.long
 def test_a_loss_while_it_grows_back_from_another(tmp_path: Path, reference: dict[str, Any]) -> None:
     faults = ("--fault", "forward:2:1:kill", "--fault", "forward:3:0:kill", "--fault", "forward:10:1:kill")
     run = Run(tmp_path).through(3, *faults, "--world-at", "5:3", "--world-at", "8:3", "--world-at", "11:3")
@@ -155,7 +152,7 @@ def test_a_loss_while_it_grows_back_from_another(tmp_path: Path, reference: dict
 
 
 @pytest.mark.parametrize(
-    "point", ["reshard", "agreed", *(pytest.param(point, marks=pytest.mark.long) for point in ("rebuild", "exchange"))]
+    "point", ["reshard", *(pytest.param(point, marks=pytest.mark.long) for point in ("agreed", "rebuild", "exchange"))]
 )
 def test_a_kill_on_the_way_into_the_smaller_world(tmp_path: Path, reference: dict[str, Any], point: str) -> None:
     """Ranks 1 and 3 die, whose copies are with 2 and 0: the second of them after it was entered again, as rank 2."""
@@ -173,6 +170,7 @@ def test_a_kill_of_the_newcomer_as_it_builds(tmp_path: Path, reference: dict[str
     assert_as_undisturbed(run, reference, 3)
 
 
+@pytest.mark.long
 def test_a_kill_before_the_barrier_repeats_the_step(tmp_path: Path, reference: dict[str, Any]) -> None:
     run = Run(tmp_path).through(3, "--fault", "barrier-before:4:2:kill", "--world-at", "6:3")
     assert_as_undisturbed(run, reference, 3)

@@ -28,7 +28,7 @@ def run(job: Place, *args: str, method: str = "") -> list[str]:
     "words",
     [
         ("train_ddp.py", "--epochs", "3", "--lr=0.05", "my data"),
-        ("train_recorded.py", "--", "-x", "a b"),
+        pytest.param(("train_recorded.py", "--", "-x", "a b"), marks=pytest.mark.long),
     ],
     ids=["argparse and DDP", "a recorded main"],
 )

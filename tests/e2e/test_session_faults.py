@@ -62,7 +62,12 @@ def test_a_step_that_breaks_is_retried_by_the_same_processes(tmp_path: Path, act
 
 @pytest.mark.parametrize(
     "features",
-    ["tail,clip,loader", "scaler,accumulate,batchnorm", "ema,early,micro", "torch"],
+    [
+        "tail,clip,loader",
+        "scaler,accumulate,batchnorm",
+        pytest.param("ema,early,micro", marks=pytest.mark.long),
+        "torch",
+    ],
     ids=lambda text: text.replace(",", "-"),
 )
 def test_everything_that_is_tracked_comes_back(tmp_path: Path, features: str) -> None:
@@ -87,6 +92,7 @@ def test_fully_sharded_from_replicas(tmp_path: Path) -> None:
     assert_survivors_stayed(run, 3, len(faults))
 
 
+@pytest.mark.long
 def test_fully_sharded_with_a_spare(tmp_path: Path) -> None:
     faults = ["forward:5:1:kill", "barrier-in:20:0:kill"]
     run = Run(tmp_path).start("fsdp", ranks=2, faults=faults, flags=["--spares", "1"], options=["--pause", "0.05"])

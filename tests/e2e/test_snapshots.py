@@ -95,6 +95,7 @@ def test_a_killed_agent_goes_on_from_memory_and_one_that_is_told_to_end_leaves_a
     assert_same_bits(run, undisturbed("fsdp", ranks=2))
 
 
+@pytest.mark.long
 def test_two_nodes_lose_all_workers_and_then_one_of_them_is_lost(tmp_path: Path) -> None:
     """Both go on from memory. Then all die again, with a node, and half of what was in memory: the other goes on alone,
     from the last checkpoint of the two, with the same samples."""

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from e2e.jobs import DEADLINE_S, SCRIPTS, agent_environment
+from e2e.references import made_once
 from e2e.sessions import Run
 from holdfast.core.records import ShardFailed, ShardQuarantined, ShardsLeased
 
@@ -64,17 +65,14 @@ def leases(run: Run) -> list:
     return [lease for record in run.place.journal.of(ShardsLeased) for lease in record.leases]
 
 
-_undisturbed: dict[int, list[int]] = {}
-
-
 @pytest.fixture
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[int]]:
+def undisturbed(leak_guard: str) -> dict[int, list[int]]:
     """What each step is made of when nothing happens. Run once."""
-    if not _undisturbed:
-        run = StreamRun(tmp_path_factory.mktemp("still")).begin(3).finish()
-        assert_exactly_once(run)
-        _undisturbed.update(run.trained)
-    return _undisturbed
+
+    def make(directory: Path) -> None:
+        assert_exactly_once(StreamRun(directory).begin(3).finish())
+
+    return StreamRun(made_once("streams", make)).trained
 
 
 def test_kills_in_the_middle_of_shards_change_nothing(tmp_path: Path, undisturbed: dict[int, list[int]]) -> None:
@@ -99,6 +97,7 @@ def test_slots_move_when_the_world_shrinks_and_grows(tmp_path: Path, undisturbed
     assert run.trained == undisturbed
 
 
+@pytest.mark.long
 def test_a_sharded_model_s_stream_goes_back_with_it(tmp_path: Path, undisturbed: dict[int, list[int]]) -> None:
     words = ["--sharded", "--threads", "0", "--fault", "read:9:1", "--fault", "forward:30:0", "--fault", "read:50:2"]
     run = StreamRun(tmp_path).begin(3, *words).finish()
