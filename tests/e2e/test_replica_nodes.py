@@ -11,6 +11,8 @@ from e2e.jobs import kill9, snapshot_dir, wait_for
 from e2e.sessions import Run, assert_same_bits, undisturbed
 from holdfast.core.ladder import Strategy
 from holdfast.core.records import IncidentDecided
+from holdfast.storage.catalogue import Catalogue
+from holdfast.storage.stores import open_store
 from holdfast.wire.slots import Seat
 
 LONG = 200
@@ -43,3 +45,13 @@ def test_a_lost_node_comes_back_from_the_memory_of_another(tmp_path: Path, how: 
     assert_same_bits(run, undisturbed("fsdp", ranks=2, steps=LONG), missing=2)
     chosen = [record for record in run.place.journal.of(IncidentDecided) if record.strategy is Strategy.RESTART]
     assert len(chosen) == 1 and chosen[0].reload > 5 and not chosen[0].counted
+
+
+def test_every_checkpoint_that_is_due_is_made_while_snapshots_are_copied(tmp_path: Path) -> None:
+    flags = ["--replicas", "1", "--snapshots", "1", "--checkpoint-every", "10", "--checkpoint-keep", "all"]
+    run = Run(tmp_path)
+    for name in ("a", "b"):
+        run.join(name, "fsdp", nnodes="2", steps=60, flags=flags, options=["--pause", "0.05"])
+    run.finish()
+    found = Catalogue(open_store(str(run.place.checkpoints))).list()
+    assert sorted(one.step for one in found.found) == [10, 20, 30, 40, 50, 60] and not found.damaged

@@ -5,7 +5,8 @@ Who is whose partner is the master's decision, and comes with each order to serv
     <snapshot_dir>/<job>/<node>/guests/...      other nodes' images, see guests.py
     <snapshot_dir>/<job>/<node>/parity/...      of groups that keep parity instead, see parity_store.py
 
-They stay when the agent is killed, so that its next life finds them; they go when the job is over for this node.
+They stay when the agent is killed, so that its next life finds them; they go when the job is over for this node, unless
+its state could not be brought to storage.
 """
 
 from __future__ import annotations
@@ -181,8 +182,8 @@ class Replication:
         """What is kept here, of all seats, the oldest first."""
         return sorted(self._store.inventory() if self._store else [], key=lambda one: one.age)
 
-    async def close(self) -> None:
-        """No more is sent or taken in, and nothing of it stays."""
+    async def close(self, is_kept: bool = False) -> None:
+        """No more is sent or taken in, and nothing of it stays, unless it is to be kept for another life."""
         await self.replicator.close()
         if self._store:
             self._store.join({})  # frees who waits for others
@@ -190,6 +191,8 @@ class Replication:
             await asyncio.to_thread(self._server.close)
         self._change(())
         await asyncio.gather(*self._changes)
+        if is_kept:
+            return
         if self._store:
             await asyncio.to_thread(self._store.clear)
         if self._guests:
