@@ -49,9 +49,10 @@ def test_a_lost_node_comes_back_from_the_memory_of_another(tmp_path: Path, how: 
 
 def test_every_checkpoint_that_is_due_is_made_while_snapshots_are_copied(tmp_path: Path) -> None:
     flags = ["--replicas", "1", "--snapshots", "1", "--checkpoint-every", "10", "--checkpoint-keep", "all"]
+    flags += ["--checkpoint-dir", str(directory := tmp_path / "checkpoints")]
     run = Run(tmp_path)
     for name in ("a", "b"):
         run.join(name, "fsdp", nnodes="2", steps=60, flags=flags, options=["--pause", "0.05"])
     run.finish()
-    found = Catalogue(open_store(str(run.place.checkpoints))).list()
+    found = Catalogue(open_store(str(directory))).list()
     assert sorted(one.step for one in found.found) == [10, 20, 30, 40, 50, 60] and not found.damaged

@@ -38,6 +38,8 @@ from holdfast.wire.slots import Record, word
 
 COPIES_PATIENCE_S = 30.0
 """How long a snapshot waits for other nodes to have it before the next ones are taken without."""
+NEVER = (-1, -1)
+"""The age of no image."""
 SAY_EVERY_S = 1.0
 """How soon the master hears of a new snapshot. When a worker ends it hears at once."""
 
@@ -61,6 +63,8 @@ class StateKeeper:
         self._tenants: dict[int, Worker] = {}
         """Who has which of the vault's rooms."""
         self._view, self._entered_ns = 0, 0
+        self._stuck: dict[int, tuple[int, int] | None] = {}
+        """By room: what other nodes had when they did not get on. They are not waited for again before they do."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._finding = asyncio.Lock()
         self._is_kept = False
@@ -88,6 +92,7 @@ class StateKeeper:
         """Another view, or news of this one: other partners, perhaps."""
         if order.view != self._view:
             self._view, self._entered_ns = order.view, time.time_ns()
+            self._stuck.clear()
         if self.replication is not None:
             self.replication.serve(order)
             self._note_copies()
@@ -100,7 +105,7 @@ class StateKeeper:
 
     def _note_copies(self) -> None:
         """Workers find on their pages how far the copies are. A partner that does not get on is not waited for for
-        ever: then snapshots go on without it."""
+        ever: then snapshots go on without it, until it gets on again."""
         if self.replication is None:
             return
         newest = {kept.seat: kept.record for kept in reversed(self.vault.kept())}
@@ -109,10 +114,14 @@ class StateKeeper:
             is_behind = record is not None and (safe is None or safe < (record.view, record.step))
             since_ns = max(record.created_ns if record else 0, self._entered_ns)
             waited_s = (time.time_ns() - since_ns) / 1e9 if is_behind else 0.0
-            is_late = waited_s > COPIES_PATIENCE_S
-            if is_late and page.get("partners"):
+            is_late = waited_s > COPIES_PATIENCE_S or (is_behind and self._stuck.get(number, NEVER) == safe)
+            if is_late and number not in self._stuck:
                 has = f"step {safe[1]}" if safe else "nothing"
                 log.warning(f"other nodes have {has} of local rank {number}, for {waited_s:.0f} s: going on without")
+            if is_late:
+                self._stuck[number] = safe
+            else:
+                self._stuck.pop(number, None)
             page.put(partners=0 if is_late else self.replication.partners, safe=word(*safe) if safe else -1)
             if waited_s:
                 self._say_soon()  # and look again

@@ -88,15 +88,11 @@ class Replication:
     @property
     def partners(self) -> int:
         """How many other nodes have, or should have, a part in keeping this node's images."""
-        return 1 if self._wanted_group else len(self.replicator.progress())
+        return 1 if self._wanted_group else self.replicator.partners
 
     def safe_age(self, seat: int) -> tuple[int, int] | None:
         """(view, step) of the newest image of a seat that all of them have."""
-        if self._wanted_group:
-            return self.parity_sealed().get(seat)
-        found = [seats.get(seat) for seats in self.replicator.progress().values()]
-        ages = [(one.view, one.step) for one in found if one is not None and one.step >= 0]
-        return min(ages, default=None) if len(ages) == len(found) else None
+        return self.parity_sealed().get(seat) if self._wanted_group else self.replicator.safe_age(seat)
 
     @property
     def held(self) -> list[Held]:
