@@ -20,6 +20,7 @@ from agent.images import FileImages
 from holdfast.agent.replicas import blocks, parity_store
 from holdfast.agent.replicas.blocks import checksums_of
 from holdfast.agent.replicas.parity import piece
+from holdfast.agent.replicas.parity_rounds import SeatRounds
 from holdfast.agent.replicas.parity_store import ParityStore
 from holdfast.agent.replicas.replication import Replication
 from holdfast.core.orders import Peer
@@ -363,3 +364,34 @@ def test_pieces_of_any_size_in_any_order_make_parity(sizes: list[tuple[int, int]
                 padded = [one + bytes(longest - len(one)) for one in pieces.values()]
                 assert bytes(found)[:longest] == bytes(x ^ y for x, y in zip(*padded, strict=True))
                 assert len(found) == max(longest, 1)
+
+
+def test_parity_of_what_the_job_went_back_behind_meanwhile_is_not_taken_for_safe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrived, may_go_on, told = [], asyncio.Event(), list[tuple[int, int, int]]()
+    real = SeatRounds._contribute
+
+    async def contribute(self: SeatRounds, image: Any, content: memoryview) -> None:
+        await real(self, image, content)
+        arrived.append(image.step)
+        await may_go_on.wait()
+
+    monkeypatch.setattr(SeatRounds, "_contribute", contribute)
+
+    async def test() -> None:
+        made = Group(tmp_path, "ab", {}, on_safe=lambda _, *one: told.append(one))
+        made.serve("ab")
+        made.seal("ab", 9)
+        await eventually_async(lambda: arrived == [9, 9], "step 9 is sealed, and the rounds have not heard it yet")
+        for name in "ab":
+            made.own[name]._kept[0].clear()
+            made.nodes[name].begin_from(5)
+        may_go_on.set()
+        made.seal("ab", 4, view=2)
+        await made.sealed("ab", 4, view=2)
+        assert set(told) == {(0, 2, 4)}
+        for one in made.nodes.values():
+            await one.close()
+
+    run(test)

@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import threading
+import time
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,19 @@ import pytest
 import torch
 
 from holdfast.agent.memory import persister as persisting
+from holdfast.agent.memory import pieces
 from holdfast.agent.memory.persister import Persister
+from holdfast.agent.memory.pieces import Piece, guest, own
 from holdfast.agent.memory.vault import Vault
+from holdfast.agent.memory.vault_images import VaultImages
+from holdfast.agent.replicas.blocks import checksums_of
+from holdfast.agent.replicas.guests import Guests
 from holdfast.state.parts import FilePart, load_parts, write_image
 from holdfast.state.tracked import Tracked
 from holdfast.storage.catalogue import Catalogue
+from holdfast.storage.directory import DirectoryStore
 from holdfast.storage.stores import open_store
+from holdfast.wire.bulk import Label
 from holdfast.wire.session import Sealed
 from holdfast.wire.slots import ImageLock, Record, Status, Wanted
 
@@ -27,12 +35,12 @@ from holdfast.wire.slots import ImageLock, Record, Status, Wanted
 class Node:
     """An agent's vault and persister, with seats that hold parts of a small model's state."""
 
-    def __init__(self, directory: Path, name: str, url: Path, keep: str = "all") -> None:
+    def __init__(self, directory: Path, name: str, url: Path | str, keep: str = "all", run: str = "") -> None:
         self.vault = Vault(directory / "memory", name)
         self.vault.open("job/7")
         self.published: list[tuple[int, str]] = []
         self.persister = Persister(self.vault, keep, lambda step, where: self.published.append((step, where)))
-        self.persister.open("job/7", str(url))
+        self.persister.open("job/7", str(url), run)
 
     async def put(self, seat: int, slot: int, step: int, part: int, shares: int, **changes: Any) -> None:
         """The image of a share, as a worker would leave it."""
@@ -57,7 +65,11 @@ class Node:
 
 
 def model(step: int) -> torch.nn.Module:
-    torch.manual_seed(step)
+    return _linear(step)
+
+
+def _linear(seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
     return torch.nn.Linear(64, 64)
 
 
@@ -181,7 +193,7 @@ def test_a_snapshot_that_was_overwritten_is_not_written(tmp_path: Path) -> None:
         await node.put(0, 0, 8, 0, 1)
         (kept,) = node.vault.kept()
         await node.put(0, 0, 10, 0, 1)
-        await node.persister._persist(kept, Sealed(8, True), told.append)
+        await node.persister._persist(own(node.vault, kept), Sealed(8, True), told.append)
         assert "overwritten before it was read" in told[0]
         node.persister.wanted(0, Sealed(8, True), told.append)
         assert "not there any more" in told[1]
@@ -211,7 +223,121 @@ def test_a_node_whose_partner_is_gone_does_not_wait_for_it(tmp_path: Path) -> No
     assert checkpoints(tmp_path / "store") == [8]
 
 
+# --- others read the same images
+
+
+def test_copying_and_persisting_an_image_are_not_in_each_others_way(tmp_path: Path) -> None:
+    """Whoever comes first, and while the other is still at it."""
+
+    async def work() -> None:
+        node, told = Node(tmp_path, "a", tmp_path / "store"), []
+        images = VaultImages(node.vault)
+        await node.put(0, 0, 8, 0, 1)
+        with images.newest(0).pinned() as content:
+            assert content is not None
+            assert [kept.record.wanted for kept in node.vault.kept()] == [Wanted.YES], "still not to be overwritten"
+        node.persister.wanted(0, Sealed(8, True), told.append)
+        while len(told) < 1:
+            await asyncio.sleep(0.01)
+        await node.put(0, 1, 9, 0, 1)
+        image = images.newest(0)
+        node.persister.wanted(0, Sealed(9, True), told.append)
+        while len(told) < 2:
+            await asyncio.sleep(0.01)
+        with image.pinned() as content:
+            assert content is not None, "what is on storage may still be copied"
+            await node.put(0, 0, 10, 0, 1)
+            node.persister.wanted(0, Sealed(10, True), told.append)
+        while len(told) < 3:
+            await asyncio.sleep(0.01)
+        assert told == ["", "", ""]
+        await node.close()
+
+    run(work())
+    assert checkpoints(tmp_path / "store") == [8, 9, 10]
+
+
+def test_an_image_whose_storage_cannot_be_opened_does_not_keep_its_slot_for_ever(tmp_path: Path) -> None:
+    async def work() -> None:
+        node, told = Node(tmp_path, "a", "nowhere://bucket"), []
+        await node.put(0, 0, 8, 0, 1)
+        node.persister.wanted(0, Sealed(8, True), told.append)
+        await node.persister.drain()
+        assert told[0] and [kept.record.wanted for kept in node.vault.kept()] == [Wanted.TAKEN]
+        await node.close()
+
+    run(work())
+
+
+def test_another_run_of_the_same_name_shares_no_part_with_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first died between its two parts of a step; the second, whose views count from one again, saves it too."""
+
+    async def work() -> None:
+        for name, seats, first in (("one", [0], 999), ("two", [0, 1], 8)):
+            monkeypatch.setitem(globals(), "model", lambda step, seed=first: _linear(seed if step == 8 else step))
+            node = Node(tmp_path / name, "a", tmp_path / "store", run=name)
+            for seat in range(2):
+                await node.put(seat, 0, 8, seat, 2)
+            for seat in seats:
+                node.persister.wanted(seat, Sealed(8, True))
+            await node.persister.drain()
+            await node.close()
+
+    run(work())
+    assert checkpoints(tmp_path / "store") == [8], "all of it is of the second"
+    assert Catalogue(open_store(str(tmp_path / "store"))).open(8).about.run == "two"
+
+
 # --- rescue
+
+
+def hold(guests: Guests, node_id: str, step: int, part: int, shares: int) -> None:
+    """A copy of another node's image."""
+    image = bytes(write_image(Tracked(model=model(step)).state(), shares, part))
+    label = Label(
+        node_id=node_id, seat=0, part=part, shards=1, shares=shares, view=1, step=step, size_bytes=len(image), seed=3
+    )
+    incoming = guests.adopt(label)
+    assert incoming is not None
+    incoming.content[:] = image
+    incoming.seal(checksums_of(memoryview(image)))
+    incoming.abandon()
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_what_a_lost_node_had_is_rescued_by_who_holds_it(tmp_path: Path, is_alone: bool) -> None:
+    async def work() -> None:
+        node, guests = Node(tmp_path, "a", tmp_path / "store"), Guests(tmp_path / "guests")
+        for slot, step in enumerate((38, 39)):
+            await node.put(0, slot, step, 0, 2)
+            hold(guests, "b", step, 1, 2)
+        await node.put(0, 0, 40, 0, 2)  # not copied by b in time
+
+        async def others() -> list[Piece]:
+            return [guest(guests, held) for held in guests.held()]
+
+        found = await node.persister.rescue(is_alone, others)
+        assert found is not None and found.step == 39 and node.persister.lost == -1
+        await node.close()
+
+    run(work())
+    assert checkpoints(tmp_path / "store") == [39]
+
+
+def test_what_was_whole_and_cannot_be_brought_to_storage_is_not_given_up(tmp_path: Path) -> None:
+    """The other node is gone, and nobody has a copy: it may come back with what it has."""
+
+    async def work() -> None:
+        node = Node(tmp_path, "a", tmp_path / "store")
+        await node.put(0, 0, 38, 0, 2)
+        await node.put(0, 1, 39, 0, 2)
+        node.vault._seats[0].put(whole=38)
+        assert await node.persister.rescue(is_alone=False) is None and node.persister.lost == 38
+        await node.close()
+
+    run(work())
 
 
 def test_the_newest_that_is_whole_is_rescued(tmp_path: Path) -> None:
@@ -307,6 +433,56 @@ def test_a_place_that_may_not_be_written_is_said(tmp_path: Path) -> None:
         await node.close()
 
     run(work())
+
+
+def test_whatever_a_file_system_raises_is_told_to_who_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some raise what is neither ours nor the operating system's: in writing, in publishing, in tidying up."""
+
+    def raise_something(*arguments: object, **more: object) -> None:
+        raise RuntimeError("the client has lost its session")
+
+    async def work() -> None:
+        for step, name in enumerate(("write_part", "publish", "abandon"), 1):
+            node, told = Node(tmp_path / name, "a", tmp_path / "store"), []
+            await node.put(0, 0, step, 0, 1)
+            with monkeypatch.context() as patch:
+                patch.setattr(persisting.Writing, name, raise_something)
+                if name == "abandon":
+                    patch.setattr(persisting.Writing, "write_part", raise_something)
+                node.persister.wanted(0, Sealed(step, True), told.append)
+                await node.persister.drain()
+            assert len(told) == 1 and "the client has lost its session" in told[0] and node.persister.lost == step
+            await node.close()
+
+    run(work())
+    assert checkpoints(tmp_path / "store") == []
+
+
+def test_a_slow_upload_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most every so often, however many blocks there are."""
+    said: list[str] = []
+    monkeypatch.setattr(pieces, "SAY_PROGRESS_S", 0.05)
+    monkeypatch.setattr(pieces.log, "info", said.append, raising=False)
+    put = DirectoryStore.put
+
+    def slow_put(self: DirectoryStore, name: str, blocks: Any, size_bytes: int, on_progress: Any = None) -> None:
+        put(self, name, blocks, size_bytes, on_progress)
+        for percent in range(0, 101, 10):
+            time.sleep(0.03)
+            on_progress(size_bytes * percent // 100, size_bytes)
+
+    monkeypatch.setattr(DirectoryStore, "put", slow_put)
+
+    async def work() -> None:
+        node = Node(tmp_path, "a", tmp_path / "store")
+        await node.put(0, 0, 8, 0, 1)
+        node.persister.wanted(0, Sealed(8, True))
+        await node.persister.drain()
+        await node.close()
+
+    run(work())
+    assert checkpoints(tmp_path / "store") == [8]
+    assert 1 <= len(said) <= 7 and all("% of" in one and "MB/s" in one for one in said)
 
 
 def test_two_threads_open_one_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from agent.crews import agent_config
+from holdfast.agent.memory import state_keeper
 from holdfast.agent.memory.state_keeper import StateKeeper
 from holdfast.agent.reports import Reports
 from holdfast.state.parts import write_image
@@ -97,3 +100,43 @@ def test_what_a_dead_worker_knew_is_known_to_its_agent(tmp_path: Path) -> None:
         await keeper.close()
 
     asyncio.run(asyncio.wait_for(look(), 60.0))
+
+
+def test_a_partner_that_does_not_get_on_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And again when it has got on."""
+    monkeypatch.setattr(state_keeper, "COPIES_PATIENCE_S", 100.0)
+
+    class Copies:
+        partners, safe, held, guests = 1, None, (), None
+
+        def safe_age(self, seat: int) -> tuple[int, int] | None:
+            return self.safe
+
+        def parity_of(self) -> list[Any]:
+            return []
+
+        async def close(self, is_kept: bool = False) -> None: ...
+
+    async def work() -> None:
+        keeper, copies = keeper_in(tmp_path), Copies()
+        keeper.replication = copies  # type: ignore[assignment]
+        await room_for(keeper, Tenant(0))
+        page = keeper.vault._seats[0]
+
+        def waits_for(step: int, age_s: float) -> bool:
+            created_ns = time.time_ns() - int(age_s * 1e9)
+            page.write(step % 2, Record(Status.SEALED, step, 1, size_bytes=8, created_ns=created_ns))
+            keeper.say()
+            return bool(page.get("partners"))
+
+        assert waits_for(1, 0.0), "a new one is waited for"
+        assert not waits_for(1, 200.0), "but not for ever"
+        assert not waits_for(2, 0.0) and not waits_for(3, 0.0), "nor the next ones at all"
+        copies.safe = (1, 2)
+        assert waits_for(4, 0.0), "it gets on again"
+        assert not waits_for(4, 200.0) and not waits_for(5, 0.0)
+        copies.safe = (1, 5)
+        assert waits_for(6, 0.0)
+        await keeper.close()
+
+    asyncio.run(work())

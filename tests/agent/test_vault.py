@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -141,11 +142,14 @@ def test_an_agent_that_lives_is_not_robbed(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*"))
 
 
-def test_what_is_read_is_taken_and_nobody_overwrites_it(tmp_path: Path) -> None:
+def test_what_is_taken_to_storage_is_read_by_others_too_and_nobody_overwrites_it(tmp_path: Path) -> None:
     vault = opened(tmp_path)
     put(vault, 0, 0, 8, wanted=Wanted.YES)
     (kept,) = vault.kept()
     with vault.reading(kept) as memory:
+        assert memory is not None and vault.kept() == [kept], "who only reads it leaves it wanted"
+    with vault.taking(kept) as memory, vault.reading(kept) as same:
+        assert same is not None and same[:] == bytes([8]) * PAGE
         assert memory is not None and memory[:] == bytes([8]) * PAGE
         seat = vault._seats.get(0)
         assert seat is not None and seat.record(0).wanted == Wanted.TAKEN
@@ -153,10 +157,21 @@ def test_what_is_read_is_taken_and_nobody_overwrites_it(tmp_path: Path) -> None:
         assert not writer.take()
         writer.close()
     with vault.reading(kept) as memory:
+        assert memory is not None, "it is the same image, whatever is wanted of it"
+    put(vault, 0, 0, 9)
+    with vault.reading(kept) as memory:
         assert memory is None, "it is not what was expected any more"
-    (again,) = vault.kept()
-    with vault.reading(again) as memory:
-        assert memory is not None
+    vault.close()
+
+
+def test_two_who_have_read_an_image_note_its_checksums_at_once(tmp_path: Path) -> None:
+    vault = opened(tmp_path)
+    put(vault, 0, 0, 8)
+    (kept,) = vault.kept()
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda _: vault.note_checksums(kept, [7]), range(500)))
+    assert vault.checksums(kept) == [7]
+    assert not list(tmp_path.rglob("sums-0.*")), "nothing is left over"
     vault.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.agent.memory.vault import Kept, Vault
-from holdfast.agent.memory.verifier import Reader, Verifier
+from holdfast.agent.memory.verifier import STARTS_MAX, Reader, Verifier
 from holdfast.storage.image import block_checksums
 from holdfast.wire.slots import Record, Seat, Status, Wanted
 
@@ -111,8 +112,7 @@ def test_the_process_ends_with_who_started_it_and_its_end_hurts_nobody(vault: Va
     process = verifier._process
     assert process is not None and process.stdin is not None
     until(lambda: vault.checksums(vault.kept()[0]) is not None)
-    process.kill()
-    process.wait()
+    process.send_signal(signal.SIGSTOP)
     for _ in range(100_000):  # more than a pipe holds
         verifier.note(vault.directory)
     verifier.close()
@@ -121,3 +121,31 @@ def test_the_process_ends_with_who_started_it_and_its_end_hurts_nobody(vault: Va
     assert process is not None and process.stdin is not None
     process.stdin.close()  # as the kernel does it for an agent that was killed
     assert process.wait(60.0) == 0
+
+
+def test_one_that_is_killed_is_started_again_but_not_for_ever(vault: Vault, verifier: Verifier) -> None:
+    assert vault.directory is not None
+    for step in range(STARTS_MAX):
+        image = put(vault, 0, step, 100 + step)
+        verifier.note(vault.directory)
+        until(lambda image=image: vault.checksums(image) is not None)  # type: ignore[misc]
+        assert vault.checksums(image) == right(vault, image)
+        assert verifier._process is not None
+        verifier._process.kill()
+        verifier._process.wait()
+    verifier.note(vault.directory)
+    assert verifier._process is None
+
+
+def test_an_image_that_cannot_be_read_is_left_out_and_the_others_are_not(vault: Vault, verifier: Verifier) -> None:
+    older, newer = (put(vault, slot, slot, 100 + slot) for slot in range(2))
+    assert vault.directory is not None
+    os.truncate(vault.path(newer), 0)
+    (vault.directory / "seat-7").mkdir()
+    (vault.directory / "seat-7" / "control").write_bytes(b"no page")
+    verifier.note(vault.directory)
+    until(lambda: vault.checksums(older) is not None)
+    again = put(vault, 1, 2, 102)
+    verifier.note(vault.directory)
+    until(lambda: vault.checksums(again) is not None)
+    assert vault.checksums(again) == right(vault, again)

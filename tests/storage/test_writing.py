@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -161,13 +162,30 @@ def test_an_abandoned_attempt_leaves_nothing_and_a_published_one_stays(tmp_path:
     assert Catalogue(store).latest() is not None
 
 
-def test_attempts_that_share_a_nonce_by_mistake_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", [{"run": "two"}, {"seed": 5}, {"parts": 3}], ids=str)
+def test_what_another_attempt_left_under_the_same_name_is_begun_anew(tmp_path: Path, other: dict[str, Any]) -> None:
+    """It died when all was written but the last move, or had one part of two."""
     store = open_store(str(tmp_path))
-    with Writing(store, about(1, 2), "a") as one, Writing(store, about(1, 1), "a") as other:
-        one.write_part(0, image(0))
-        with pytest.raises(CheckpointError, match="two attempts share a nonce"):
-            other.publish()
-    assert visible(tmp_path) == set()
+    for left in (1, 2):
+        with Writing(store, about(left, **{"run": "one", "parts": 2, **other}), "a") as dead:
+            for number in range(left):
+                dead.write_part(number, image(number))
+            if left == 2 and "parts" not in other:
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(FileNotFoundError()))
+                    assert dead.publish() is None
+    for step in (1, 2):
+        with Writing(store, about(step, run="one"), "a") as first, Writing(store, about(step, run="one"), "a") as last:
+            assert first.publish() is None, "nothing of it is ours"
+            first.write_part(0, image(10))
+            assert first.publish() is None
+            last.write_part(1, image(11))
+            assert last.publish() is not None
+        found = Catalogue(store).open(step)
+        Catalogue(store).verify(found)
+        assert (found.about.run, found.about.parts) == ("one", 2)
+        written = [(tmp_path / found.name(part)).read_bytes() for part in found.manifest.parts]
+        assert written == [bytes(image(10)), bytes(image(11))]
 
 
 def test_a_part_that_was_damaged_before_it_was_published_is_named(tmp_path: Path) -> None:

@@ -255,7 +255,7 @@ class Crew:
 
     def _adopt(self, order: Serve) -> None:
         self._order, self._hold = order, None
-        self._keeper.open(order.job_id, self.checkpoint_url())
+        self._keeper.open(order.job_id, self.checkpoint_url(), order.run)
         self._last_view = order.view
         self._stopping = False
         self._revoked = ""

@@ -69,6 +69,8 @@ class Serve(msgspec.Struct, frozen=True, kw_only=True, tag="serve"):
     """The group, itself included, that keeps its snapshots as parity."""
     weights: tuple[float, ...] = ()
     """Of all ranks' shares of the global batch; empty: all alike."""
+    run: str = ""
+    """Which run of the job this is: another one of the same name, with a journal of its own, has another."""
 
 
 class Hold(msgspec.Struct, frozen=True, kw_only=True, tag="hold"):
@@ -238,7 +240,13 @@ def _serve(job: Job, view: View, member: Member) -> Serve:
         guests=_peers(job, job.placement.guests.get(member.node_id, ())),
         parity=_peers(job, job.parity.get(member.node_id, ())),
         weights=view.weights,
+        run=_run(job),
     )
+
+
+def _run(job: Job) -> str:
+    """By when its journal began, in microseconds: a journal that is gone on with is the same run."""
+    return f"{int(job.created_at * 1e6):x}"
 
 
 def _peers(job: Job, node_ids: tuple[str, ...]) -> tuple[Peer, ...]:

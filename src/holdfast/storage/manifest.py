@@ -75,6 +75,8 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     created_unix_s: float = 0.0
     job_id: str = ""
+    run: str = ""
+    """Which run of the job: another one of the same name has another. Empty: it is not known."""
     versions: dict[str, str] = {}
     metrics: dict[str, float | None] = {}
     """For `best:…`. A value that is no number is null."""

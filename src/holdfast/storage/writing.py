@@ -10,7 +10,8 @@ notes alone, so it does not matter who does it. A writer that died leaves an att
 takes its place may go on with it: a part that has a note is whole, and is not written again.
 
 All writers of an attempt use the same nonce, another attempt at the same step another one. One wins; who would have
-published the other removes it. One process at a time writes a part.
+published the other removes it. Two who write the same part write the same bytes. What lies there under our nonce, but
+is of another run, seed or cut, is not ours: whoever writes the part begins it anew.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from holdfast.storage.blocks import Blocks, halfway
 from holdfast.storage.catalogue import Catalogue, Found
 from holdfast.storage.image import Layout, parse
 from holdfast.storage.manifest import (
+    MANIFEST,
     NONCE,
     OBJECTS,
     STEP_MAX,
@@ -84,6 +86,7 @@ class Writing:
             return there
         self._hold()
         points.reach("part-begun")
+        self._clear_foreign(number)
         name = part_file(number)
         blocks = Blocks(image)
         self._written |= {name, note_file(number)}
@@ -129,6 +132,14 @@ class Writing:
             return note.part
         found = self._ours()
         return found.manifest.parts[number] if found is not None else None
+
+    def _clear_foreign(self, number: int) -> None:
+        """Remove what another attempt of the same name has said about this part, and all: its note first, so that
+        nobody believes it while the part is written anew."""
+        said = {f"{self._folder}/{name}" for name in (note_file(number), *STOCK.values(), MANIFEST)}
+        if f"{self._folder}/{note_file(number)}" in (there := self._store.names(self._folder)):
+            for name in sorted(said & there.keys(), key=lambda name: not name.endswith(note_file(number))):
+                self._store.delete(name)
 
     def _published(self) -> Found | None:
         """The checkpoint of our step, whoever wrote it, if it looks whole."""
@@ -193,21 +204,16 @@ class Writing:
         return found
 
     def _note(self, number: int) -> Note | None:
+        """Of a part of ours. One that another attempt left under our name is none: its writer begins anew."""
         name = f"{self._folder}/{note_file(number)}"
         try:
-            return decode(self._store.read(name, 0, NOTE_BYTES_MAX), Note, f"{self._store.url}/{name}")
+            note = decode(self._store.read(name, 0, NOTE_BYTES_MAX), Note, f"{self._store.url}/{name}")
         except MissingError:
             return None
+        return note if (note.nonce, _identity(note.about)) == (self._nonce, _identity(self._about)) else None
 
     def _check(self, note: Note, there: dict[str, int]) -> None:
-        """Notes of one attempt say the same about it, and their parts are there."""
-        mine, theirs = self._about, note.about
-        shape = (mine.step, mine.shards, mine.shares, self._nonce)
-        if (theirs.step, theirs.shards, theirs.shares, note.nonce) != shape:
-            raise CheckpointError(
-                f"{self._folder}: part {note.part.number} is of step {theirs.step} in {theirs.shards} × {theirs.shares}"
-                f" parts, ours of step {mine.step} in {mine.shards} × {mine.shares}: two attempts share a nonce"
-            )
+        """Its part is there."""
         size = there.get(f"{self._folder}/{part_file(note.part.number)}")
         if size != note.part.size_bytes:
             raise CheckpointError(
@@ -263,3 +269,8 @@ class Writing:
         for name in self._store.names(self._folder):
             self._store.delete(name)
         self._shelf.forget(self._about.step, self._nonce)
+
+
+def _identity(about: About) -> tuple[object, ...]:
+    """What the parts of one checkpoint have in common."""
+    return about.step, about.shards, about.shares, about.run, about.seed

@@ -55,6 +55,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     """Where to write a checkpoint of the last committed step, and end; empty: train on."""
     weights: tuple[float, ...] = ()
     """Of all ranks' shares of the global batch; empty: all alike."""
+    run: str = ""
+    """Which run of the job this is (`Serve.run`)."""
 
 
 class Enrol(msgspec.Struct, frozen=True, tag="enrol"):

@@ -17,9 +17,12 @@ and the one before until it is. A rank that leaves may have heard of a step that
 have overwritten the one before it: what its page says is told to those who stay (`Place.whole`).
 
 Who reads an image (the agent that persists or replicates it, a worker that restores from it) holds a shared lock on its
-file, who writes it an exclusive one. Nobody waits for a lock: a worker whose slot is being read leaves a snapshot out.
-The kernel takes the locks back from whoever dies. (A lock belongs to an open file, which a forked process shares: a
-data loader's process, which may outlive its worker for a while, lets go of it at once.)
+file, who writes it an exclusive one. A worker waits for no lock: if its slot is being read it leaves a snapshot out. A
+reader waits for the moment in which a worker looks whether the slot is free. The kernel takes the locks back from
+whoever dies. Several may read at once; only who brings an image to storage marks it TAKEN, so one that is wanted stays
+until then, whoever else reads it, and one that is to be copied to other nodes stays until `safe` says that it is. (A
+lock belongs to an open file, which a forked process shares: a data loader's process, which may outlive its worker for a
+while, lets go of it at once.)
 """
 
 from __future__ import annotations
@@ -28,8 +31,10 @@ import ctypes
 import fcntl
 import mmap
 import os
+import secrets
 import struct
 import sys
+import time
 import weakref
 import zlib
 from collections.abc import Iterator, Sequence
@@ -58,6 +63,8 @@ MADV_POPULATE_WRITE = 23
 STEP_BITS = 40
 STEP_MAX = 2**STEP_BITS - 1
 """Of a step, in a word that has its view too."""
+LOOK_PATIENCE_S = 1.0
+"""For a worker to look at a slot: it takes microseconds, but it may lose its processor meanwhile."""
 
 
 class Status(IntEnum):
@@ -96,6 +103,10 @@ class Record(NamedTuple):
     def parts(self) -> int:
         """Into how many the whole state is cut."""
         return self.shards * self.shares
+
+    def is_image(self, other: Record | None) -> bool:
+        """Whether both are of one image. What is wanted of it may have changed meanwhile."""
+        return other is not None and self._replace(wanted=Wanted.NO) == other._replace(wanted=Wanted.NO)
 
 
 EMPTY = Record(Status.EMPTY)
@@ -171,7 +182,7 @@ class Seat:
     def note_checksums(self, slot: int, record: Record, checksums: Sequence[int]) -> None:
         """Of the blocks of an image, as they were read. They outlive the agent, as the image does."""
         packed = _WORD.pack(record.created_ns) + struct.pack(f"={len(checksums)}I", *checksums)
-        temporary = self.directory / f"sums-{slot}.{os.getpid()}"
+        temporary = self.directory / f"sums-{slot}.{secrets.token_hex(8)}"  # several may have read it at once
         temporary.write_bytes(packed + struct.pack("=I", zlib.crc32(packed)))
         temporary.rename(self.directory / f"sums-{slot}")
 
@@ -272,12 +283,20 @@ def _let_go() -> None:
 os.register_at_fork(after_in_child=_let_go)
 
 
+def _take_shared(lock: ImageLock, seat: Seat, slot: int, expected: Record) -> bool:
+    """False: the slot does not hold the expected image any more, or is about to hold another."""
+    give_up_at = time.monotonic() + LOOK_PATIENCE_S
+    while not (is_ours := lock.take()) and seat.record(slot).is_image(expected) and time.monotonic() < give_up_at:
+        time.sleep(0.001)  # a worker looks whether the slot is free, or begins to write: then its record changes
+    return is_ours and seat.record(slot).is_image(expected)
+
+
 @contextmanager
 def reading(seat: Seat, slot: int, expected: Record) -> Iterator[mmap.mmap | None]:
     """The image of a slot, which stays as it is meanwhile. None: it is not the expected one any more."""
     lock = ImageLock(seat.path(slot), is_writable=False)
     try:
-        if not lock.take() or seat.record(slot) != expected:
+        if not _take_shared(lock, seat, slot, expected):
             yield None
             return
         memory = map_image(seat.path(slot), expected.size_bytes, is_writable=False)

@@ -3,14 +3,15 @@
 a worker needs room        the vault makes it, and the worker is told; it keeps it when it changes seats
 a snapshot is sealed       if it is wanted as a checkpoint, it is written to storage in the background
 a worker asks what is held when all start anew: their state is in this node's memory
-the job ends               what is being written is waited for; a job that failed leaves its newest state behind
+the job ends               what is being written is waited for; a job that failed leaves its newest state behind, on
+                           storage, other nodes' parts of it too, or where that fails in memory
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import structlog
 
 from holdfast.agent.config import AgentConfig
 from holdfast.agent.memory.persister import Persister
+from holdfast.agent.memory.pieces import Piece, guest
 from holdfast.agent.memory.vault import Vault, clear_orphans
 from holdfast.agent.memory.vault_images import VaultImages
 from holdfast.agent.memory.verifier import Verifier
@@ -36,6 +38,8 @@ from holdfast.wire.slots import Record, word
 
 COPIES_PATIENCE_S = 30.0
 """How long a snapshot waits for other nodes to have it before the next ones are taken without."""
+NEVER = (-1, -1)
+"""The age of no image."""
 SAY_EVERY_S = 1.0
 """How soon the master hears of a new snapshot. When a worker ends it hears at once."""
 
@@ -59,15 +63,19 @@ class StateKeeper:
         self._tenants: dict[int, Worker] = {}
         """Who has which of the vault's rooms."""
         self._view, self._entered_ns = 0, 0
+        self._stuck: dict[int, tuple[int, int] | None] = {}
+        """By room: what other nodes had when they did not get on. They are not waited for again before they do."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._finding = asyncio.Lock()
+        self._is_kept = False
+        """Whether what is in memory is to outlive this agent, other nodes' images too."""
 
-    def open(self, job_id: str, checkpoint_url: str) -> None:
+    def open(self, job_id: str, checkpoint_url: str, run: str = "") -> None:
         """The job has a name."""
         if self.is_on and not self.vault.is_open:
             self.vault.open(job_id)
             clear_orphans(Path(self._config.snapshot_dir))  # not before: ours may be what an earlier life has left
-        self.persister.open(job_id, checkpoint_url)
+        self.persister.open(job_id, checkpoint_url, run)
 
     def replicate(self) -> Replication:
         """Begin to copy snapshots to other nodes, and to hold theirs."""
@@ -84,6 +92,7 @@ class StateKeeper:
         """Another view, or news of this one: other partners, perhaps."""
         if order.view != self._view:
             self._view, self._entered_ns = order.view, time.time_ns()
+            self._stuck.clear()
         if self.replication is not None:
             self.replication.serve(order)
             self._note_copies()
@@ -96,7 +105,7 @@ class StateKeeper:
 
     def _note_copies(self) -> None:
         """Workers find on their pages how far the copies are. A partner that does not get on is not waited for for
-        ever: then snapshots go on without it."""
+        ever: then snapshots go on without it, until it gets on again."""
         if self.replication is None:
             return
         newest = {kept.seat: kept.record for kept in reversed(self.vault.kept())}
@@ -105,10 +114,14 @@ class StateKeeper:
             is_behind = record is not None and (safe is None or safe < (record.view, record.step))
             since_ns = max(record.created_ns if record else 0, self._entered_ns)
             waited_s = (time.time_ns() - since_ns) / 1e9 if is_behind else 0.0
-            is_late = waited_s > COPIES_PATIENCE_S
-            if is_late and page.get("partners"):
+            is_late = waited_s > COPIES_PATIENCE_S or (is_behind and self._stuck.get(number, NEVER) == safe)
+            if is_late and number not in self._stuck:
                 has = f"step {safe[1]}" if safe else "nothing"
                 log.warning(f"other nodes have {has} of local rank {number}, for {waited_s:.0f} s: going on without")
+            if is_late:
+                self._stuck[number] = safe
+            else:
+                self._stuck.pop(number, None)
             page.put(partners=0 if is_late else self.replication.partners, safe=word(*safe) if safe else -1)
             if waited_s:
                 self._say_soon()  # and look again
@@ -193,14 +206,25 @@ class StateKeeper:
         if is_success:
             await self.persister.drain()
         elif self.vault.is_open:
-            await self.persister.rescue(is_alone)
+            await self.persister.rescue(is_alone, self._rescue_others)
         found = self.persister.newest
         if self.persister.lost < 0:
             self.vault.remove()
         else:
-            step, where = self.persister.lost, self._config.snapshot_dir
-            log.warning(f"step {step} could not be brought to storage and stays in memory, in {where}")
+            self._is_kept = True
+            log.warning(
+                f"step {self.persister.lost} is not on storage: what this node has of it stays in memory, in"
+                f" {self.vault.directory}. Start the job again with the same --rdzv-id and the same nodes to go on from"
+                " it, or remove that directory"
+            )
         return found.url if found is not None else ""
+
+    async def _rescue_others(self) -> Sequence[Piece]:
+        """What is held here of other nodes, with what can be made again of those that are gone."""
+        if self.replication is None or (guests := self.replication.guests) is None:
+            return ()
+        await self.replication.rebuild_lost()
+        return [guest(guests, held) for held in guests.held()]
 
     async def close(self) -> None:
         self._verifier.close()
@@ -210,7 +234,7 @@ class StateKeeper:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self.replication is not None:
-            await self.replication.close()
+            await self.replication.close(is_kept=self._is_kept)
         await self.persister.close()
         if not self.vault.kept():
             self.vault.remove()  # nothing that anybody could come back for

@@ -138,11 +138,16 @@ class Vault:
 
     @contextmanager
     def reading(self, kept: Kept) -> Iterator[mmap.mmap | None]:
-        """Its bytes, which stay as they are meanwhile; None if it was overwritten."""
-        seat = self._seats[kept.seat]
-        with reading(seat, kept.slot, kept.record) as memory:
+        """Its bytes, which stay as they are meanwhile; None if it was overwritten. Others may read it at once."""
+        with reading(self._seats[kept.seat], kept.slot, kept.record) as memory:
+            yield memory
+
+    @contextmanager
+    def taking(self, kept: Kept) -> Iterator[mmap.mmap | None]:
+        """The same for who brings it to storage: from now on it is not wanted any more, whatever comes of that."""
+        with self.reading(kept) as memory:
             if memory is not None and kept.record.wanted == Wanted.YES:
-                seat.write(kept.slot, kept.record._replace(wanted=Wanted.TAKEN))
+                self._seats[kept.seat].write(kept.slot, kept.record._replace(wanted=Wanted.TAKEN))
             yield memory
 
     def note_checksums(self, kept: Kept, checksums: Sequence[int]) -> None:

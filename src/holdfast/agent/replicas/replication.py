@@ -5,7 +5,8 @@ Who is whose partner is the master's decision, and comes with each order to serv
     <snapshot_dir>/<job>/<node>/guests/...      other nodes' images, see guests.py
     <snapshot_dir>/<job>/<node>/parity/...      of groups that keep parity instead, see parity_store.py
 
-They stay when the agent is killed, so that its next life finds them; they go when the job is over for this node.
+They stay when the agent is killed, so that its next life finds them; they go when the job is over for this node, unless
+its state could not be brought to storage.
 """
 
 from __future__ import annotations
@@ -87,15 +88,11 @@ class Replication:
     @property
     def partners(self) -> int:
         """How many other nodes have, or should have, a part in keeping this node's images."""
-        return 1 if self._wanted_group else len(self.replicator.progress())
+        return 1 if self._wanted_group else self.replicator.partners
 
     def safe_age(self, seat: int) -> tuple[int, int] | None:
         """(view, step) of the newest image of a seat that all of them have."""
-        if self._wanted_group:
-            return self.parity_sealed().get(seat)
-        found = [seats.get(seat) for seats in self.replicator.progress().values()]
-        ages = [(one.view, one.step) for one in found if one is not None and one.step >= 0]
-        return min(ages, default=None) if len(ages) == len(found) else None
+        return self.parity_sealed().get(seat) if self._wanted_group else self.replicator.safe_age(seat)
 
     @property
     def held(self) -> list[Held]:
@@ -181,8 +178,8 @@ class Replication:
         """What is kept here, of all seats, the oldest first."""
         return sorted(self._store.inventory() if self._store else [], key=lambda one: one.age)
 
-    async def close(self) -> None:
-        """No more is sent or taken in, and nothing of it stays."""
+    async def close(self, is_kept: bool = False) -> None:
+        """No more is sent or taken in, and nothing of it stays, unless it is to be kept for another life."""
         await self.replicator.close()
         if self._store:
             self._store.join({})  # frees who waits for others
@@ -190,6 +187,8 @@ class Replication:
             await asyncio.to_thread(self._server.close)
         self._change(())
         await asyncio.gather(*self._changes)
+        if is_kept:
+            return
         if self._store:
             await asyncio.to_thread(self._store.clear)
         if self._guests:

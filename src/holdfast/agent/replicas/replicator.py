@@ -1,9 +1,8 @@
 """Streams this node's newest snapshots to its partners, for ever: the newest, and when it is there, the newest again.
 
-It follows; nobody waits for it. A snapshot that is overwritten before its turn is not sent, and the next one is: how
-many steps a partner is behind is counted. Each partner has a line and a thread of its own, so that a slow one keeps no
-other one waiting. A partner that cannot be reached, or does not want an image, is tried again: when there is something
-new, or after a while.
+It follows; nobody waits for it. A snapshot that is overwritten before its turn is not sent, and the next one is. Each
+partner has a line and a thread of its own, so that a slow one keeps no other one waiting. A partner that cannot be
+reached, or does not want an image, is tried again: when there is something new, or after a while.
 
 What "safe" means: a step is safe on a partner once the image of it, of every seat here, is sealed there.
 """
@@ -17,7 +16,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
-import msgspec
 import structlog
 
 from holdfast.agent.replicas.blocks import pack
@@ -91,16 +89,6 @@ class Images(Protocol):
         """Until more than so many were."""
 
 
-class Progress(msgspec.Struct, frozen=True):
-    """How far a partner is with one seat."""
-
-    view: int
-    step: int
-    """The newest that is sealed there; -1: none yet."""
-    steps_behind: int
-    """Of the newest here."""
-
-
 Safe = Callable[[str, int, int, int], None]
 """(where, seat, view, step) is sealed there: on a partner, or as parity in a group. Called on the event loop."""
 
@@ -132,16 +120,15 @@ class Replicator:
             client = BulkClient(peer.address, peer.bulk_port, token=self._token, tls=self._tls)
             self._followers[peer] = _Follower(self._node_id, peer, client, self._images, self._on_safe)
 
-    def progress(self) -> dict[str, dict[int, Progress]]:
-        """By partner and seat."""
-        return {peer.node_id: follower.progress() for peer, follower in self._followers.items()}
+    @property
+    def partners(self) -> int:
+        """How many there are."""
+        return len(self._followers)
 
-    def safe_step(self) -> tuple[int, int] | None:
-        """(view, step): what every partner has of every seat; None if nothing is, or if there are no partners."""
-        known = [p for seats in self.progress().values() for p in seats.values()]
-        if not known or any(p.step < 0 for p in known) or not all(self.progress().values()):
-            return None
-        return min((p.view, p.step) for p in known)
+    def safe_age(self, seat: int) -> tuple[int, int] | None:
+        """(view, step) of the newest image of a seat that is sealed on all partners; None if there is none."""
+        ages = [follower.there.get(seat) for follower in self._followers.values()]
+        return min((age for age in ages if age is not None), default=None) if None not in ages else None
 
     def forget_after(self, step: int) -> None:
         """What partners have of later steps says nothing of those to come."""
@@ -184,23 +171,14 @@ class _Follower:
     def __init__(self, node_id: str, peer: Peer, client: BulkClient, images: Images, on_safe: Safe) -> None:
         self._node_id, self._peer, self._client, self._images = node_id, peer, client, images
         self._on_safe = on_safe
-        self._there: dict[int, tuple[int, int]] = {}
+        self.there: dict[int, tuple[int, int]] = {}
         """By seat: the age of the newest image that is sealed there."""
         self._complaint = Complaint()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"replicate-{peer.node_id}")
         self._task = asyncio.create_task(self._run())
 
-    def progress(self) -> dict[int, Progress]:
-        found = {}
-        for seat in self._images.seats():
-            newest = self._images.newest(seat)
-            view, step = self._there.get(seat, (0, -1))
-            if newest is not None:
-                found[seat] = Progress(view, step, max(newest.step - step, 0))
-        return found
-
     def forget_after(self, step: int) -> None:
-        self._there = {seat: age for seat, age in self._there.items() if age[1] <= step}
+        self.there = {seat: age for seat, age in self.there.items() if age[1] <= step}
 
     async def close(self) -> None:
         self._task.cancel()
@@ -226,20 +204,23 @@ class _Follower:
 
     async def _catch_up(self) -> bool:
         """Send whatever is newer than what is there. False if that did not work."""
+        is_through = True
         for seat in self._images.seats():
             image = self._images.newest(seat)
-            if image is None or (image.view, image.step) == self._there.get(seat):
+            if image is None or (image.view, image.step) == self.there.get(seat):
                 continue
             try:
                 is_there = await asyncio.get_running_loop().run_in_executor(self._thread, self._send, image)
             except (WireError, ReplicaError, OSError) as error:
                 self._say(f"step {image.step} of local rank {seat} is not copied to {self._peer.node_id}: {error}")
                 return False
-            if is_there and self._images.at(seat, image.view, image.step) is not None:  # else the job has gone back
-                self._there[seat] = (image.view, image.step)
+            if not is_there:
+                is_through = False  # it was overwritten: what is in its place, or was before, comes next
+            elif self._images.at(seat, image.view, image.step) is not None:  # else the job has gone back
+                self.there[seat] = (image.view, image.step)
                 self._on_safe(self._peer.node_id, seat, image.view, image.step)
         self._say("")
-        return True
+        return is_through
 
     def _send(self, image: Image) -> bool:
         """In the thread. False if it was overwritten before."""

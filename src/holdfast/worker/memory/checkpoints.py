@@ -42,10 +42,11 @@ def write(url: str, step: int, held: Mapping[int, Flat], shards: int, place: Pla
         shards=shards,
         view=place.view,
         seed=seed,
+        run=place.run,
         created_unix_s=time.time(),
         versions={"holdfast": __version__, "torch": str(torch.__version__)},
     )
-    with Writing(open_store(url), about, f"dump-v{place.view}") as writing:
+    with Writing(open_store(url), about, f"dump-{place.run or 'run'}-v{place.view}") as writing:
         for shard in _ours(held, place.rank):
             with memoryview(write_image(held[shard], 1, 0)) as image:
                 writing.write_part(shard, image)

@@ -166,7 +166,7 @@ class SlotRoom:
         still to copy to other nodes. Of another view: it may never have been told, as the one who should have is dead;
         nobody waits for that. But the one before the step that all have begun anew with stays until that one is copied:
         it was complete, but perhaps on these nodes alone."""
-        if record == whole or (whole is not None and self._is_recalled(whole)):
+        if record.is_image(whole) or (whole is not None and self._is_recalled(whole)):
             return True
         return record.view == view and (record.wanted == Wanted.YES or not self.is_copied(record.view, record.step))
 
