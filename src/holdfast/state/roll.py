@@ -128,7 +128,7 @@ class Roll:
 def _watch_module(name: str, module: Module, writer: Writer, known: _Known) -> bool:
     model = unwrapped(module)
     state = module_state(module)
-    if any(key.endswith(EXTRA) for key in state):
+    if any(key.endswith(EXTRA) or not isinstance(value, torch.Tensor) for key, value in state.items()):
         return False
     owners = list(model.modules())
     children = [_Place(owner._modules, key, one) for owner in owners for key, one in owner._modules.items()]

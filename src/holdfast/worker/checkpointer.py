@@ -80,7 +80,8 @@ class Checkpointer:
         self._hooks: list[RemovableHandle] = []
         self._updated: set[int] = set()
         """Optimizers that have all of their state."""
-        self._has_saved = False
+        self._has_saved, self._last = False, -1
+        """Whether something was saved since the last `close`, and the step that was saved last."""
         self._turn = threading.Lock()
         """Of threads that save: one after the other."""
         self._recalled = (-1, False)
@@ -90,17 +91,21 @@ class Checkpointer:
 
     def save(self, step: int, *, metrics: Mapping[str, SupportsFloat] | None = None, **objects: Any) -> None:
         """Save the state before `step`: as many steps are done. What goes wrong on its way to storage is a warning, and
-        an error of `wait` and `close`; the training goes on."""
+        an error of `wait` and `close`; the training goes on. The same step once more, as behind a loop, is left out."""
         step, measured = _whole_number(step), _numbers(metrics or {})
         with self._turn:
             snapshots = self._prepare(objects)
+            if step == self._last:  # by the number alone: all ranks must come to the same answer
+                log.warning("step %d was saved already, and stays as it was then: give each state its own step", step)
+                return
             self._begin_saving()
             self._metrics = measured
-            snapshots.join(None)
+            snapshots.finish()
             if self._line is not None:  # what is in the agent's memory outlives us: one whole step of it stays
                 snapshots.settle_last(talk.outside().agree)
             if why := snapshots.take(step):
                 raise CheckpointError(f"step {step} is not saved: {why}")
+            self._last = step
 
     def load(self, **objects: Any) -> int | None:
         """Load the newest checkpoint that every rank can load; its step, or None if there is none."""
@@ -139,7 +144,7 @@ class Checkpointer:
     def wait(self) -> None:
         """Until all that was saved is complete on storage. Raises CheckpointError if something was not."""
         if self._snapshots is not None and self._keeper is not None:
-            self._snapshots.join(None)
+            self._snapshots.finish()
             self._keeper.wait()
             self._raise_lost(self._snapshots)
 
@@ -151,9 +156,9 @@ class Checkpointer:
         self._hooks.clear()
         snapshots, keeper = self._snapshots, self._keeper
         self._snapshots = self._keeper = self._tracked = None
-        self._has_saved = False
+        self._has_saved, self._last = False, -1
         if snapshots is not None and keeper is not None:
-            snapshots.join(None)
+            snapshots.finish()
             snapshots.finish_moving()
             snapshots.close()
             keeper.close()
@@ -227,7 +232,7 @@ class Checkpointer:
         """The process ends, and nobody has called `close`: the copy under way is finished, and written."""
         try:
             if self._snapshots is not None and self._keeper is not None:
-                self._snapshots.join(None)
+                self._snapshots.finish()
                 self._keeper.leave()
         except (HoldfastError, OSError) as error:
             log.warning("not all that was saved is complete: %s", error)
@@ -265,15 +270,14 @@ class AgentKeeper:
     def tell(self, message: NeedRoom | Sealed) -> None:
         if isinstance(message, Sealed):
             message = msgspec.structs.replace(message, url=self._url, keep=self._keep)
-            self._waited_for.append(message.step)
+            self._waited_for.append(message.created_ns)
         self._line.tell(message)
 
     def wait(self) -> None:
         """Until all that was saved is complete on storage."""
-        steps, self._waited_for = self._waited_for, []
-        for step in steps:
-            if why := self._line.wait_for_written(step):
-                raise CheckpointError(why)
+        images, self._waited_for = self._waited_for, []
+        if troubles := [why for image in images if (why := self._line.wait_for_written(image))]:
+            raise CheckpointError("; ".join(troubles))
 
     def close(self) -> None:
         self.wait()

@@ -92,7 +92,8 @@ class Persister:
 
     def wanted(self, seat: int, message: Sealed, tell: Callable[[str], None] | None = None) -> None:
         """A worker's image is to become part of a checkpoint. `tell` is told why it did not, or nothing if it did."""
-        kept = next((k for k in self._vault.kept() if (k.seat, k.record.step) == (seat, message.step)), None)
+        of_step = [kept for kept in self._vault.kept() if (kept.seat, kept.record.step) == (seat, message.step)]
+        kept = next((one for one in of_step if message.created_ns in (0, one.record.created_ns)), None)
         tell = tell or (lambda why: None)
         if kept is None:
             tell(f"the copy of step {message.step} is not there any more")
