@@ -92,13 +92,9 @@ def vault(tmp_path: Path) -> Iterator[Vault]:
 
 
 def seat(vault: Vault) -> Seat:
-    found = seat_or_none(vault)
+    found = vault._seats.get(0)
     assert found is not None
     return found
-
-
-def seat_or_none(vault: Vault) -> Seat | None:
-    return vault._seats.get(0)
 
 
 def steps(vault: Vault) -> list[int]:
@@ -271,6 +267,11 @@ def clamp_from_step_5_on(life: Restless) -> None:
         clamp(life)
 
 
+def clamp_from_step_10_on(life: Restless) -> None:
+    if life.next >= 10:
+        clamp(life)
+
+
 def clamp_in_turn(life: Restless) -> None:
     [life.model.weight, life.model.bias][life.next // 3 % 2].clamp_(-0.1, 0.1)
 
@@ -313,9 +314,9 @@ def test_what_copying_at_once_costs_counts_from_the_first_that_is_measured(
         original(*arguments)
 
     monkeypatch.setattr(torch, "_foreach_copy_", slow)
-    life = Restless(vault, clamp, every=0)
-    while seat_or_none(vault) is None or seat(vault).get("taken") < 5:
-        life.step()
+    life = Restless(vault, clamp_from_step_10_on).run_to(10)
+    assert seat(vault).get("taken") > 4 and not seat(vault).get("spoiled")
+    life.run_to(15)  # one is spoiled, then one into each slot is not like the next ones, then one is measured
     assert seat(vault).get("cost_ns") >= 1e9 * cost_s, "not a mean with what copies cost before"
     life.snapshots.close()
 

@@ -16,7 +16,6 @@ the disk. One that others do not complete is let go, for the next who prunes to 
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -28,7 +27,7 @@ import structlog
 from holdfast.agent.memory.vault import Kept, Vault
 from holdfast.errors import CheckpointError, HoldfastError
 from holdfast.storage.catalogue import Catalogue, Found
-from holdfast.storage.manifest import About, finite
+from holdfast.storage.manifest import About, finite, versions
 from holdfast.storage.retention import parse_policy
 from holdfast.storage.stores import Store, open_store
 from holdfast.storage.writing import Writing
@@ -201,9 +200,9 @@ class Persister:
             seed=record.seed,
             created_unix_s=record.created_ns / 1e9,
             job_id=self._job_id,
-            versions={"holdfast": importlib.metadata.version("holdfast")},
+            versions=versions(),
             metrics=finite(message.metrics),
-            notes={**message.notes, "generators": "a function of seed, step and rank or slot"},
+            notes=dict(message.notes),
         )
         return Writing(self._store(key.url), about, f"{_plain(self._job_id)}-v{record.view}")
 
