@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,10 @@ import torch.distributed.checkpoint
 
 import holdfast as hf
 from holdfast.errors import CheckpointError, StorageError, UsageError
+from holdfast.wire.local import send
+from holdfast.wire.session import Sealed, Written
+from holdfast.worker.checkpointer import AgentKeeper
+from holdfast.worker.line import Line
 
 
 def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -233,6 +238,24 @@ def test_a_step_that_is_saved_once_more_stays_as_it_was_and_is_named(
     (tmp_path / "step-2" / "manifest.json").unlink()
     assert hf.Checkpointer(tmp_path).load(model=model, optimizer=optimizer) == 1
     assert torch.equal(model.weight, expected)
+
+
+def test_two_images_of_one_step_are_waited_for_each(tmp_path: Path) -> None:
+    """Under an agent, at the other end of a line: it answers for each, in whatever order."""
+    with socket.socket(socket.AF_UNIX) as agent:
+        agent.bind(str(tmp_path / "agent"))
+        agent.listen()
+        line = Line(str(tmp_path / "agent"), "worker", lambda why, view: None, repairs=False)
+        connection, _ = agent.accept()
+        with connection:
+            keeper = AgentKeeper(line, "runs/7", "last:3")
+            for created_ns in (100, 101):
+                keeper.tell(Sealed(5, True, created_ns=created_ns))
+            send(connection, Written(5, "the disk is full", 101))
+            send(connection, Written(5, "", 100))
+            with pytest.raises(CheckpointError, match="the disk is full"):
+                keeper.wait()
+            keeper.close()  # nothing is left to wait for
 
 
 class Counting(torch.nn.Linear):
