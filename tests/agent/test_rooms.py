@@ -17,7 +17,7 @@ from holdfast.agent.reports import Reports
 from holdfast.state.parts import write_image
 from holdfast.state.tracked import Tracked
 from holdfast.wire.session import Room, Sealed, Snapshots, Written
-from holdfast.wire.slots import Record, Seat, Status
+from holdfast.wire.slots import Record, Seat, Status, Wanted
 
 
 class Tenant:
@@ -140,3 +140,26 @@ def test_a_partner_that_does_not_get_on_is_waited_for_once(tmp_path: Path, monke
         await keeper.close()
 
     asyncio.run(work())
+
+
+def test_two_images_of_one_step_have_an_answer_each(tmp_path: Path) -> None:
+    """Or who waits for the second waits for ever, and its slot is never free again."""
+
+    async def seal_twice() -> None:
+        keeper, saving = keeper_in(tmp_path), Tenant(0)
+        await room_for(keeper, saving)
+        page = dict(keeper.vault.seats())[0]
+        image = write_image(Tracked(model=torch.nn.Linear(2, 2)).state(), 1, 0)
+        for slot in range(2):
+            with page.path(slot).open("r+b") as file:
+                file.write(image)
+            record = Record(Status.SEALED, 5, view=1, size_bytes=len(image), wanted=Wanted.YES, created_ns=100 + slot)
+            page.write(slot, record)
+            told = Sealed(5, True, url=str(tmp_path / "elsewhere"), created_ns=100 + slot)
+            keeper.sealed(saving, told)  # type: ignore[arg-type]
+        answers = {(written.created_ns, written.why) for written in [await saving.told.get() for _ in range(2)]}
+        assert answers == {(100, ""), (101, "")}
+        assert {record.wanted for record in page.sealed().values()} == {Wanted.TAKEN}
+        await keeper.close()
+
+    asyncio.run(asyncio.wait_for(seal_twice(), 60.0))

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import os
+import random
+import socket
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint
 
 import holdfast as hf
 from holdfast.errors import CheckpointError, StorageError, UsageError
+from holdfast.wire.local import send
+from holdfast.wire.session import Sealed, Written
+from holdfast.worker.checkpointer import AgentKeeper
+from holdfast.worker.line import Line
 
 
 def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -209,5 +219,100 @@ def test_a_step_that_another_run_has_saved_stays_and_is_named(
         with hf.Checkpointer(tmp_path) as checkpoints:
             train(model, optimizer)
             checkpoints.save(1, model=model, optimizer=optimizer)
-            checkpoints.save(1, model=model, optimizer=optimizer)  # the same once more, as after a loop
-    assert caplog.text.count("was there already, of another run") == 2
+    assert caplog.text.count("was there already, of another run") == 1
+
+
+def test_a_step_that_is_saved_once_more_stays_as_it_was_and_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer = trained()
+    with hf.Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, model=model, optimizer=optimizer)
+        expected = model.weight.detach().clone()
+        train(model, optimizer)
+        checkpoints.save(1, model=model, optimizer=optimizer)
+        checkpoints.save(2, model=model, optimizer=optimizer)
+        checkpoints.save(1, model=model, optimizer=optimizer)  # gone back, and come there again
+    assert "step 1 was saved already, and stays as it was then" in caplog.text
+    assert [found.step for found in checkpoints.catalogue.list().found] == [2, 1]
+    (tmp_path / "step-2" / "manifest.json").unlink()
+    assert hf.Checkpointer(tmp_path).load(model=model, optimizer=optimizer) == 1
+    assert torch.equal(model.weight, expected)
+
+
+def test_two_images_of_one_step_are_waited_for_each(tmp_path: Path) -> None:
+    """Under an agent, at the other end of a line: it answers for each, in whatever order."""
+    with socket.socket(socket.AF_UNIX) as agent:
+        agent.bind(str(tmp_path / "agent"))
+        agent.listen()
+        line = Line(str(tmp_path / "agent"), "worker", lambda why, view: None, repairs=False)
+        connection, _ = agent.accept()
+        with connection:
+            keeper = AgentKeeper(line, "runs/7", "last:3")
+            for created_ns in (100, 101):
+                keeper.tell(Sealed(5, True, created_ns=created_ns))
+            send(connection, Written(5, "the disk is full", 101))
+            send(connection, Written(5, "", 100))
+            with pytest.raises(CheckpointError, match="the disk is full"):
+                keeper.wait()
+            keeper.close()  # nothing is left to wait for
+
+
+class Counting(torch.nn.Linear):
+    """Says beside its tensors how many times it was run, by hooks."""
+
+    def __init__(self, takes_back: bool) -> None:
+        super().__init__(64, 64)
+        self.runs = 0
+        self.register_state_dict_post_hook(Counting._say)
+        if takes_back:
+            self.register_load_state_dict_pre_hook(Counting._take_back)
+
+    @staticmethod
+    def _say(module: Counting, state: dict[str, Any], prefix: str, _: Any) -> None:
+        state[f"{prefix}runs"] = module.runs
+
+    @staticmethod
+    def _take_back(module: Counting, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        module.runs = state.pop(f"{prefix}runs")
+
+
+@pytest.mark.parametrize("takes_back", [True, False])
+def test_a_plain_value_that_a_hook_adds_to_a_models_state_is_kept(tmp_path: Path, takes_back: bool) -> None:
+    model = Counting(takes_back)
+    optimizer = torch.optim.Adam(model.parameters())
+    with hf.Checkpointer(tmp_path, keep="all") as checkpoints:
+        for model.runs in (1, 2, 3):
+            train(model, optimizer)
+            checkpoints.save(model.runs, model=model, optimizer=optimizer)
+    other = Counting(takes_back)
+    same = torch.optim.Adam(other.parameters())
+    assert hf.Checkpointer(tmp_path).load(model=other, optimizer=same) == 3
+    assert torch.equal(other.weight, model.weight) and other.runs == (3 if takes_back else 0)
+
+
+def draw() -> tuple[float, float, float, list[float]]:
+    return random.gauss(), np.random.rand(), np.random.standard_normal(), torch.rand(3).tolist()
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_generators_go_on_as_they_would_have_unless_they_are_left_out(tmp_path: Path, is_kept: bool) -> None:
+    model, optimizer = trained()
+    with hf.Checkpointer(tmp_path, generators=is_kept) as checkpoints:
+        for step in (1, 2):
+            train(model, optimizer)
+            draw()
+            checkpoints.save(step, model=model, optimizer=optimizer)
+    expected = draw()
+    assert hf.Checkpointer(tmp_path).load(model=model, optimizer=optimizer) == 2
+    assert (draw() == expected) is is_kept
+    before = torch.default_generator.get_state()
+    assert hf.Checkpointer(tmp_path, generators=False).load(model=model, optimizer=optimizer) == 2
+    assert torch.equal(torch.default_generator.get_state(), before)
+    (found, *_) = checkpoints.catalogue.list().found
+    assert found.about.notes == {"generators": "each rank's in its part" if is_kept else "not kept"}
+    assert found.about.versions.keys() == {"python", "holdfast", "torch"}
+    state = {"model": {"weight": torch.zeros(64, 64)}}
+    with warnings.catch_warnings(action="ignore"):  # of torch's: that there is one process only
+        torch.distributed.checkpoint.load(state, checkpoint_id=tmp_path / "step-2")
+    assert torch.equal(state["model"]["weight"], model.weight)

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, Self
 
 import pytest
 import torch
 
+from devices import DeviceWork
 from holdfast.agent.memory.vault import Vault
 from holdfast.errors import CheckpointError
+from holdfast.state import copier
 from holdfast.state.tracked import Tracked
 from holdfast.storage.image import block_checksums
 from holdfast.wire.session import HeldImage, NeedRoom, Room, Sealed
 from holdfast.wire.session import Snapshots as Settings
 from holdfast.wire.slots import ImageLock, Seat, Status, Wanted
 from holdfast.worker.collectives.talk import outside
+from holdfast.worker.memory import owners
 from holdfast.worker.memory.recalling import Choice, Key, Offer, choose, recall
 from holdfast.worker.memory.snapshots import Cut, Snapshots
 
@@ -57,6 +63,7 @@ class Life:
         """As the engine does it, alone in the world. `has`: whether the others have the last one too."""
         self.states[self.next] = [tensor.clone() for tensor in self.tracked.state().tensors]
         self.snapshots.begin(self.next)
+        self.body()
         self.model(torch.randn(4, 8)).sum().backward()
         self.snapshots.join(self.optimizer)
         words = list(self.snapshots.words(self.next))
@@ -67,7 +74,10 @@ class Life:
         self.next += 1
         self.snapshots.finish_moving()
 
-    def run_to(self, step: int, **choices: bool) -> Life:
+    def body(self) -> None:
+        """What else it does in a step."""
+
+    def run_to(self, step: int, **choices: bool) -> Self:
         while self.next < step:
             self.step(**choices)
         return self
@@ -223,3 +233,120 @@ def test_the_choice() -> None:
     assert chosen is not None and not chosen.is_intact, "the node that has made part 1 has lost it"
     chosen = choose([*held, [offer(9, 1)]], -1)
     assert chosen is not None and chosen.is_intact
+
+
+# --- what changes otherwise than by an update
+
+
+class Restless(Life):
+    """Changes parameters in the body of its steps, before the thread has come to copy them."""
+
+    def __init__(self, vault: Vault, changes: Callable[[Restless], None], **more: int) -> None:
+        super().__init__(vault, 1, **more)
+        self.changes = changes
+
+    def body(self) -> None:
+        with torch.no_grad():
+            self.changes(self)
+
+
+@pytest.fixture
+def busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread never gets a processor: an update copies what is its own, and not before."""
+    monkeypatch.setattr(copier, "THREAD_WORTH_BYTES", 0)
+    monkeypatch.setattr(copier.Copy, "work_off", lambda self: None)
+
+
+def clamp(life: Restless) -> None:
+    for parameter in life.model.parameters():
+        parameter.clamp_(-0.1, 0.1)
+
+
+def clamp_from_step_5_on(life: Restless) -> None:
+    if life.next >= 5:
+        clamp(life)
+
+
+def clamp_from_step_10_on(life: Restless) -> None:
+    if life.next >= 10:
+        clamp(life)
+
+
+def clamp_in_turn(life: Restless) -> None:
+    [life.model.weight, life.model.bias][life.next // 3 % 2].clamp_(-0.1, 0.1)
+
+
+@pytest.mark.usefixtures("busy_machine")
+@pytest.mark.parametrize(("changes", "spoiled_max"), [(clamp, 1), (clamp_in_turn, 2)])
+def test_parameters_that_a_body_changes_are_kept_all_the_same(
+    vault: Vault, changes: Callable[[Restless], None], spoiled_max: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    life = Restless(vault, changes).run_to(20)
+    assert 1 <= seat(vault).get("spoiled") <= spoiled_max
+    assert "was changed in the body of the step" in caplog.text and len(caplog.records) == 1
+    step, tracked = recalled(vault)
+    assert (step, seat(vault).get("whole")) == (19, 19)
+    for mine, its in zip(tracked.state().tensors, life.states[19], strict=True):
+        assert torch.equal(mine, its)
+    life.snapshots.close()
+
+
+@pytest.mark.usefixtures("busy_machine")
+def test_a_checkpoint_that_was_spoiled_is_made_with_the_next_step(vault: Vault) -> None:
+    life = Restless(vault, clamp_from_step_5_on, every=100, checkpoint_every_steps=5).run_to(9)
+    assert [message.step for message in life.agent.sealed if message.wanted] == [6]
+    assert seat(vault).get("spoiled") == 1
+    step, tracked = recalled(vault)
+    assert step == 6
+    for mine, its in zip(tracked.state().tensors, life.states[6], strict=True):
+        assert torch.equal(mine, its)
+    life.snapshots.close()
+
+
+@pytest.mark.usefixtures("busy_machine")
+def test_what_copying_at_once_costs_counts_from_the_first_that_is_measured(
+    vault: Vault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, cost_s = torch._foreach_copy_, 0.02
+
+    def slow(*arguments: Any) -> None:
+        time.sleep(cost_s)
+        original(*arguments)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", slow)
+    life = Restless(vault, clamp_from_step_10_on).run_to(10)
+    assert seat(vault).get("taken") > 4 and not seat(vault).get("spoiled")
+    life.run_to(15)  # one is spoiled, then one into each slot is not like the next ones, then one is measured
+    assert seat(vault).get("cost_ns") >= 1e9 * cost_s, "not a mean with what copies cost before"
+    life.snapshots.close()
+
+
+# --- the end of a job whose state is on a device
+
+
+def test_the_final_state_is_waited_for_until_it_has_arrived(vault: Vault, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is simulated: see tests/devices.py."""
+    monkeypatch.setattr(owners, "Work", DeviceWork)
+    life = Life(vault, 1, checkpoint_at_end=True).run_to(6)
+    expected = [tensor.clone() for tensor in life.tracked.state().tensors]
+    DeviceWork.hold()
+    ending = threading.Thread(target=life.snapshots.take_last, args=(6,))
+    ending.start()
+    ending.join(0.05)
+    assert ending.is_alive() and 6 not in steps(vault)
+    DeviceWork.release()
+    ending.join(30.0)
+    assert not ending.is_alive() and [one.step for one in life.agent.sealed if one.wanted] == [6]
+    life.snapshots.close()
+    step, tracked = recalled(vault)
+    assert step == 6
+    for mine, its in zip(tracked.state().tensors, expected, strict=True):
+        assert torch.equal(mine, its)
+
+
+def test_a_final_state_that_cannot_be_kept_is_said(vault: Vault, caplog: pytest.LogCaptureFixture) -> None:
+    life = Life(vault, 1, checkpoint_at_end=True)
+    life.agent.tell = lambda message: setattr(life.agent, "room", Room(directory="", size_bytes=0, why="none is left"))  # type: ignore[method-assign]
+    life.snapshots.take_last(1)
+    assert "the final state, before step 1, is in no checkpoint: none is left" in caplog.text
+    life.snapshots.close()

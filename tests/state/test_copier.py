@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from devices import DeviceWork
 from holdfast.state import copier
 from holdfast.state.copier import Copier, Copy, Task, Work
 
@@ -26,11 +27,13 @@ class Said:
 
     def __init__(self) -> None:
         self.words: list[bool] = []
+        self.moved: list[Task] = []
         self.threads: list[str] = []
         self._event = threading.Event()
 
-    def __call__(self, spoiled: bool) -> None:
-        self.words.append(spoiled)
+    def __call__(self, moved: list[Task]) -> None:
+        self.words.append(bool(moved))
+        self.moved = moved
         self.threads.append(threading.current_thread().name)
         self._event.set()
 
@@ -210,7 +213,7 @@ def test_random_updates_beside_the_copy(small_pieces: None, seed: int) -> None:
         was_early = False
         for owner in chance.sample(range(owners), owners):
             if owner == sinner:
-                was_early = copy._left[owner] > 0  # the thread may have been quicker: then no harm is done
+                was_early = copy._on_host[owner] > 0  # the thread may have been quicker: then no harm is done
             else:
                 copy.join(owner)
             for task in todo:
@@ -221,3 +224,47 @@ def test_random_updates_beside_the_copy(small_pieces: None, seed: int) -> None:
         assert not spoiled or was_early
         if not spoiled:
             assert all(torch.equal(task.target, was) for task, was in zip(todo, before, strict=True))
+
+
+# --- from a device (simulated: see devices.py)
+
+
+@pytest.fixture
+def held_device() -> Iterator[None]:
+    DeviceWork.hold()
+    yield
+    DeviceWork.release()
+
+
+@pytest.mark.usefixtures("small_pieces", "held_device")
+def test_who_joins_does_not_wait_for_a_device_and_who_finishes_does() -> None:
+    """The thread waits for the tensors to arrive, and has begun to: an update goes through all the same."""
+    todo, said = tasks(0, 1), Said()
+    before = [task.source.clone() for task in todo]
+    copy = Copier().start(DeviceWork(todo), said)
+    while sum(len(pieces) for pieces in copy._waiting.values()) == 2:
+        pass  # until the thread has taken the first
+    copy.join()
+    assert not copy.is_over and not said.words
+    for task in todo:
+        task.source.add_(1.0)
+    finishing = threading.Thread(target=copy.finish)
+    finishing.start()
+    finishing.join(0.05)
+    assert finishing.is_alive()
+    DeviceWork.release()
+    finishing.join(30.0)
+    assert not finishing.is_alive() and copy.is_over and said.words == [False]
+    assert all(torch.equal(task.target, was) for task, was in zip(todo, before, strict=True))
+
+
+@pytest.mark.usefixtures("small_pieces", "held_device")
+def test_what_changes_on_a_device_before_anybody_joined_spoils_the_copy() -> None:
+    todo, said = tasks(0, 1), Said()
+    copy = Copier().start(DeviceWork(todo), said)
+    copy.join(0)
+    todo[0].source.add_(1.0)
+    todo[1].source.add_(1.0)
+    DeviceWork.release()
+    copy.finish()
+    assert said.moved == [todo[1]]

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -131,3 +132,23 @@ def test_shards_of_other_models_are_refused() -> None:
     wrong = [Flat(flat.skeleton, [tensor[:1] for tensor in flat.tensors]) for flat in flats]
     with pytest.raises(StateError, match="was fetched as"):
         reshard([flat.skeleton for flat in wrong], fetch_from(wrong), Tracked(model=nn.Linear(3, 5)))
+
+
+def test_a_plain_value_of_a_hook_is_given_back_to_it() -> None:
+    class Counting(nn.Linear):
+        runs = 0
+
+    def say(module: Counting, state: dict[str, Any], prefix: str, _: Any) -> None:
+        state[f"{prefix}runs"] = module.runs
+
+    def take_back(module: Counting, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        module.runs = state.pop(f"{prefix}runs")
+
+    saved, live = Counting(3, 5), Counting(3, 5)
+    for model in (saved, live):
+        model.register_state_dict_post_hook(say)
+        model.register_load_state_dict_pre_hook(take_back)
+    saved.runs = 7
+    flat = Tracked(model=saved).state()
+    reshard([flat.skeleton], fetch_from([flat]), Tracked(model=live))
+    assert torch.equal(live.weight, saved.weight) and live.runs == 7

@@ -234,6 +234,26 @@ def test_what_cannot_be_watched_is_looked_through_each_time() -> None:
     assert [t.tolist() for t in found.tensors] == [t.tolist() for t in training.tracked.state().tensors]
 
 
+def test_generators_and_plain_values_of_hooks_are_those_of_now() -> None:
+    class Counting(nn.Linear):
+        runs = 0
+
+    def say(module: Counting, state: dict[str, Any], prefix: str, _: Any) -> None:
+        state[f"{prefix}runs"] = module.runs
+
+    training = Training()
+    training.tracked.generators_of = 0
+    training.check()
+    torch.rand(1)
+    training.check()
+    assert training.check().tensors is training.check().tensors, "they do not keep it from being quick"
+    counting = Counting(2, 2)
+    counting.register_state_dict_post_hook(say)
+    training.tracked.add("counting", counting)
+    for counting.runs in (1, 2):
+        training.check()
+
+
 def test_shards(tmp_path: Path) -> None:
     """FSDP2 in a world of two: DTensors, whose parameters are others during a forward."""
     children = [in_world(tmp_path, rank, 2, sharded_training) for rank in range(2)]

@@ -6,11 +6,13 @@ comes too early calls `join`, which does the rest itself, for its own tensors on
 where none is, it costs what a copy in the open would.
 
 A tensor that changed while it was copied (its version moved) spoils the copy. Whoever copies the last piece of an
-owner looks, before that owner may go on: what changes later is no harm. `on_done(spoiled)` is called once, by whichever
-thread copies the last piece of all.
+owner looks, before that owner may go on: what changes later is no harm. `on_done(moved)` is called once, by whichever
+thread copies the last piece of all: with what has moved, nothing if the copy is good.
 
 Device tensors are first copied into pinned memory on a stream of their own, behind what the device is doing now; an
-update on the device waits for that, not the host. The thread moves them on when they have arrived.
+update on the device waits for that, not the host. The thread moves them on when they have arrived. So what is theirs to
+change is looked at when they arrive, or when the owner joins, whichever is sooner; and a copy that every owner has
+joined need not be over: `finish` waits for that.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -38,6 +41,18 @@ class Task:
     target: torch.Tensor
     source: torch.Tensor
     owner: int
+    name: str = ""
+    """For people."""
+
+
+class Arrival(Protocol):
+    """That what was on a device is in pinned memory: a torch.Event."""
+
+    def wait(self) -> None:
+        """The device's stream waits, not the host."""
+
+    def synchronize(self) -> None:
+        """The host waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +60,7 @@ class _Piece:
     target: torch.Tensor
     source: torch.Tensor
     owner: int
-    arrived: torch.Event | None = None
+    arrived: Arrival | None = None
     """Of one that comes from a device: the source is pinned memory that is being filled."""
     plain: tuple[int, int, int] | None = None
     """Where to, where from, how many bytes, if it is a mere run of bytes."""
@@ -68,12 +83,12 @@ class Work:
         tasks = list(tasks)
         self._staging: dict[int, torch.Tensor] = {}
         self._on_host: dict[int, list[_Piece]] = {}
-        self._watched: dict[int, list[torch.Tensor]] = {}
+        self._watched: dict[int, list[Task]] = {}
+        self._on_device = [task for task in tasks if not self._is_on_host(task)]
         for task in tasks:
-            if task.source.is_cpu:
+            self._watched.setdefault(task.owner, []).append(task)
+            if self._is_on_host(task):
                 self._on_host.setdefault(task.owner, []).extend(_pieces(task))
-                self._watched.setdefault(task.owner, []).append(task.source)
-        self._on_device = [task for task in tasks if not task.source.is_cpu]
         self.size_bytes = sum(task.source.numel() * task.source.element_size() for task in tasks)
 
     def begin(self) -> dict[int, deque[_Piece]]:
@@ -83,13 +98,20 @@ class Work:
             found.setdefault(piece.owner, deque()).append(piece)
         return found
 
-    def versions(self, owner: int) -> list[int]:
+    def versions(self, owner: int) -> list[tuple[Task, int]]:
         """Of an owner's tensors: they move when one is changed."""
-        return [tensor._version for tensor in self._watched.get(owner, ())]
+        return [(task, task.source._version) for task in self._watched.get(owner, ())]
 
     def _from_device(self) -> list[_Piece]:
         if not self._on_device:
             return []
+        arrived = self._set_out()
+        return [
+            _Piece(task.target, self._staging[index], task.owner, arrived)
+            for index, task in enumerate(self._on_device)
+        ]
+
+    def _set_out(self) -> Arrival:
         device = self._on_device[0].source.device
         side, current = torch.Stream(device), torch.accelerator.current_stream(device)
         side.wait_stream(current)
@@ -98,42 +120,49 @@ class Work:
                 self._pinned(index, task).copy_(task.source, non_blocking=True)
             arrived = torch.Event(device)
             arrived.record(side)
-        return [
-            _Piece(task.target, self._pinned(index, task), task.owner, arrived)
-            for index, task in enumerate(self._on_device)
-        ]
+        return arrived
 
     def _pinned(self, index: int, task: Task) -> torch.Tensor:
         if index not in self._staging:
             self._staging[index] = torch.empty_like(task.source, device="cpu", pin_memory=True)
         return self._staging[index]
 
+    def _is_on_host(self, task: Task) -> bool:
+        return task.source.is_cpu
+
 
 class Copy:
     """One copy under way."""
 
     def __init__(
-        self, work: Work, on_done: Callable[[bool], None], hurry: Callable[[], None] = lambda: None
+        self, work: Work, on_done: Callable[[list[Task]], None], hurry: Callable[[], None] = lambda: None
     ) -> None:
         self._on_done, self._hurry = on_done, hurry
         self._changed = threading.Condition()
         self._work, self._waiting = work, work.begin()
         self._versions = {owner: work.versions(owner) for owner in self._waiting}
-        self._is_spoiled = False
+        self._unseen = set(self._waiting)
+        """Owners whose tensors nobody has looked at since."""
+        self._moved: list[Task] = []
         self._arrived = next((pieces[-1].arrived for pieces in self._waiting.values() if pieces[-1].arrived), None)
-        self._left = {owner: len(pieces) for owner, pieces in self._waiting.items()}
-        self._in_all = sum(self._left.values())
+        self._on_host = {
+            owner: sum(piece.arrived is None for piece in pieces) for owner, pieces in self._waiting.items()
+        }
+        """Pieces of host memory that are not copied yet, by owner."""
+        self._travelling = {owner for owner, pieces in self._waiting.items() if pieces[-1].arrived is not None}
+        """Owners with something on a device."""
+        self._in_all = sum(len(pieces) for pieces in self._waiting.values())
         self.is_over = False
         if not self._in_all:
             with self._changed:
-                self._finish()
+                self._end()
 
     def join(self, owner: int | None = None) -> None:
         """Return when the tensors of an owner, or all, may change. What nobody has begun is done here and now. Those of
         a device are safe in pinned memory once its stream has passed the copy, which the device waits for by itself."""
-        if self._arrived is not None:
-            torch.accelerator.current_stream().wait_event(self._arrived)
-        owners = list(self._left) if owner is None else [owner]
+        owners = list(self._on_host) if owner is None else [owner]
+        if self._arrived is not None and not self.is_over:
+            self._arrived.wait()
         for one in owners:
             while (piece := self._take(one, is_patient=False)) is not None:
                 self._copy(piece)
@@ -141,31 +170,36 @@ class Copy:
             if not self._may_change(owners):
                 self._hurry()
                 self._changed.wait_for(lambda: self._may_change(owners))
+            for one in owners:
+                self._look(one)
+
+    def finish(self) -> None:
+        """Return when it is over, also with what has to arrive from a device."""
+        self.join()
+        self.work_off()
+        with self._changed:
+            if not self.is_over:
+                self._hurry()
+                self._changed.wait_for(lambda: self.is_over)
 
     def work_off(self) -> None:
         """The thread's part: everything that is left, whoever owns it."""
-        for owner in list(self._left):
+        for owner in list(self._waiting):
             while (piece := self._take(owner, is_patient=True)) is not None:
                 self._copy(piece)
 
     def abandon(self) -> None:
         """Nobody wants it any more. Returns when nobody writes to the targets any more; `on_done` is not called."""
         with self._changed:
-            dropped = {owner: len(pieces) for owner, pieces in self._waiting.items()}
-            for owner, count in dropped.items():
-                self._waiting[owner].clear()
-                self._left[owner] -= count
-                self._in_all -= count
+            for pieces in self._waiting.values():
+                self._in_all -= len(pieces)
+                pieces.clear()
             was_over, self.is_over = self.is_over, True
             if not was_over:
                 self._changed.wait_for(lambda: self._in_all == 0)
 
     def _may_change(self, owners: Sequence[int]) -> bool:
-        return self.is_over or all(self._busy(owner) == 0 for owner in owners)
-
-    def _busy(self, owner: int) -> int:
-        """Pieces of host memory that are not copied yet."""
-        return self._left.get(owner, 0) - sum(piece.arrived is not None for piece in self._waiting.get(owner, ()))
+        return self.is_over or all(not self._on_host.get(owner) for owner in owners)
 
     def _take(self, owner: int, *, is_patient: bool) -> _Piece | None:
         """The next piece. One that comes from a device is left to those who can wait for it."""
@@ -180,22 +214,30 @@ class Copy:
             piece.arrived.synchronize()
         piece.copy()
         with self._changed:
-            self._left[piece.owner] -= 1
             self._in_all -= 1
-            if not self._left[piece.owner]:
-                self._is_spoiled |= self._has_moved(piece.owner)
-            is_last = self._in_all == 0 and not self.is_over
-            if not self._left[piece.owner] or not self._in_all:
+            self._on_host[piece.owner] -= piece.arrived is None
+            if not self._on_host[piece.owner]:
+                if piece.arrived is not None or piece.owner not in self._travelling:
+                    self._look(piece.owner)
                 self._changed.notify_all()
-            if is_last:
-                self._finish()
+            if not self._in_all:
+                if not self.is_over:
+                    self._end()
+                self._changed.notify_all()
 
-    def _has_moved(self, owner: int) -> bool:
-        return self._work.versions(owner) != self._versions[owner]
+    def _look(self, owner: int) -> None:
+        """Whether something of an owner's has moved, once: from now on it may."""
+        if owner in self._unseen:
+            self._unseen.discard(owner)
+            now = self._work.versions(owner)
+            before = self._versions[owner]
+            self._moved += [task for (task, is_), (_, was) in zip(now, before, strict=True) if is_ != was]
 
-    def _finish(self) -> None:
-        self.is_over = True
-        self._on_done(self._is_spoiled)
+    def _end(self) -> None:
+        for owner in list(self._unseen):
+            self._look(owner)
+        self._on_done(self._moved)
+        self.is_over = True  # not before: who sees it may use what was done
         self._changed.notify_all()
 
 
@@ -208,7 +250,7 @@ class Copier:
         self._thread: threading.Thread | None = None
         self._is_hurried = self._is_closed = False
 
-    def start(self, work: Work, on_done: Callable[[bool], None]) -> Copy:
+    def start(self, work: Work, on_done: Callable[[list[Task]], None]) -> Copy:
         """Begin a copy. The one before must be over."""
         copy = Copy(work, on_done, self._hurry)
         if work.size_bytes <= THREAD_WORTH_BYTES:

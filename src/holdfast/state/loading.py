@@ -13,6 +13,7 @@ a mixture, and must be loaded from another source.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -20,8 +21,8 @@ from holdfast.errors import CheckpointError
 from holdfast.state.leaves import Flat, Spec, dotted
 from holdfast.state.moves import Held, Moves
 from holdfast.state.reshard import Old, Piece, Region, ask
-from holdfast.state.tracked import TRANSIENT, Tracked
-from holdfast.state.tree import describe, specs
+from holdfast.state.tracked import GENERATORS, TRANSIENT, Tracked
+from holdfast.state.tree import describe, sketch, specs
 from holdfast.storage.sources import PartSource
 
 Holders = dict[int, list[Held]]
@@ -43,6 +44,7 @@ def load_parts(
     same cut, those of one shard only.
     """
     saved = _Saved(sources, shards, shares)
+    tracked.saved_generators = saved.generators(tracked.generators_of)
     live = tracked.state()
     ours = saved.find_shard(live, range(shards) if shard is None else [shard])
     moves = Moves()
@@ -94,6 +96,14 @@ class _Saved:
         """The shard that is cut as the live state is."""
         known = {spec.path: spec for spec in describe(live)}
         return next((shard for shard in candidates if all(_is_alike(spec, known) for spec in self.specs(shard))), None)
+
+    def generators(self, rank: int | None) -> dict[str, Any] | None:
+        """Of a rank: they are in its own part, if there was such a rank, and it kept them."""
+        if rank is None or rank not in self._sources:
+            return None
+        tree = sketch(self._sources[rank].skeleton, lambda _, spec: spec)
+        found = tree.get(GENERATORS) if isinstance(tree, dict) else None
+        return found if isinstance(found, dict) else None
 
     def _part(self, number: int) -> PartSource:
         if number not in self._sources:

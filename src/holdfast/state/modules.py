@@ -62,7 +62,7 @@ def load_module(module: Module, saved: dict[str, Any], path: str) -> None:
     live = model.state_dict()
     _check_names(set(live), set(saved), path)
     if not _is_live(model, live):
-        model.load_state_dict(_with_metadata(saved, live))  # hooks make other tensors of it: only it knows how
+        _load_by_itself(model, saved, live, path)
         return
     for name, value in live.items():
         if isinstance(value, torch.Tensor) and not name.endswith(EXTRA):
@@ -94,13 +94,23 @@ def _check_names(live: set[str], saved: set[str], path: str) -> None:
 
 
 def _is_live(model: Module, state: dict[str, Any]) -> bool:
-    """Whether the tensors of its state_dict() are the module's own memory, not made by hooks."""
+    """Whether its state_dict() is of tensors that are the module's own memory, and nothing in it is made by hooks."""
     own = {local_of(tensor).data_ptr() for tensor in (*model.parameters(), *model.buffers())} | {0}
     return all(
-        local_of(value).data_ptr() in own
+        isinstance(value, torch.Tensor) and local_of(value).data_ptr() in own
         for name, value in state.items()
-        if isinstance(value, torch.Tensor) and not name.endswith(EXTRA)
+        if not name.endswith(EXTRA)
     )
+
+
+def _load_by_itself(model: Module, saved: dict[str, Any], live: dict[str, Any], path: str) -> None:
+    """Hooks make something else of it: only the module knows how. A plain value that no hook wants back is one that the
+    module makes anew each time it is asked."""
+    result = model.load_state_dict(_with_metadata(saved, live), strict=False)
+    left = [name for name in result.unexpected_keys if isinstance(saved.get(name), torch.Tensor)]
+    if left or result.missing_keys:
+        some = ", ".join([*result.missing_keys, *left][:NAMES_SHOWN_MAX])
+        raise StateError(f"{path} cannot take back {some}, which its own state_dict() has: give it a hook that does")
 
 
 def _with_metadata(saved: dict[str, Any], live: dict[str, Any]) -> dict[str, Any]:

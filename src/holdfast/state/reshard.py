@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from holdfast.errors import StateError
-from holdfast.state.modules import load_transient, unwrapped
+from holdfast.state.modules import EXTRA, load_transient, unwrapped
 from holdfast.state.optimizers import load_optimizer
 from holdfast.state.sharded import Layout, Sharded, layout_of, local_of, region
 from holdfast.state.tracked import GRADIENTS, TRANSIENT, Tracked
@@ -237,10 +237,17 @@ def _fill_module(old: Old, module: Module, saved: Any, path: str) -> list[Finish
         leaf = saved[name]
         if isinstance(value, torch.Tensor) and isinstance(leaf, _Leaf):
             _fill_live(old, value, leaf, f"{path}.{name}")
-        else:
-            owner = name.removesuffix("_extra_state").removesuffix(".")
+        elif name.endswith(EXTRA):
+            owner = name.removesuffix(EXTRA).removesuffix(".")
             finish.append(partial(model.get_submodule(owner).set_extra_state, _values(old, leaf)))
+        else:
+            finish.append(partial(_give_back, model, name, _values(old, leaf)))
     return finish
+
+
+def _give_back(model: Module, name: str, value: Any) -> None:
+    """A value that a hook has put there, to the hook that wants it, if there is one."""
+    model.load_state_dict({**model.state_dict(), name: value}, strict=False)
 
 
 def _fill_live(old: Old, live: torch.Tensor, leaf: _Leaf, path: str) -> None:

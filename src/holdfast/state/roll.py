@@ -20,10 +20,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from holdfast.state.generators import generators
 from holdfast.state.modules import EXTRA, module_state, transient_state, unwrapped
 from holdfast.state.optimizers import is_plain, optimizer_state, settings_of
 from holdfast.state.sharded import local_of
-from holdfast.state.tracked import TRANSIENT, Tracked
+from holdfast.state.tracked import GENERATORS, TRANSIENT, Tracked
 from holdfast.state.tree import VERSION, Flat
 from holdfast.state.writer import Writer
 
@@ -98,6 +99,8 @@ class Roll:
             node += (name, value)
         if TRANSIENT in known.fixed:
             node += (TRANSIENT, known.fixed[TRANSIENT])
+        if self._tracked.generators_of is not None:
+            node += (GENERATORS, writer.node(generators(), (GENERATORS,)))
         return node
 
     def _get_to_know(self, flat: Flat) -> _Known | None:
@@ -128,7 +131,7 @@ class Roll:
 def _watch_module(name: str, module: Module, writer: Writer, known: _Known) -> bool:
     model = unwrapped(module)
     state = module_state(module)
-    if any(key.endswith(EXTRA) for key in state):
+    if any(key.endswith(EXTRA) or not isinstance(value, torch.Tensor) for key, value in state.items()):
         return False
     owners = list(model.modules())
     children = [_Place(owner._modules, key, one) for owner in owners for key, one in owner._modules.items()]

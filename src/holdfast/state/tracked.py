@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from holdfast.errors import StateError
 from holdfast.state.copies import revived
+from holdfast.state.generators import generators
 from holdfast.state.modules import load_module, load_transient, module_state, transient_state, unwrapped
 from holdfast.state.optimizers import load_optimizer, optimizer_state, parameters_of
 from holdfast.state.tree import Flat, flatten, unflatten
@@ -45,6 +46,8 @@ GRADIENTS = "@gradients"
 """The branch of gradients that are accumulated over steps, by the parameters' order."""
 TRANSIENT = "@transient"
 """The branch of the buffers that modules leave out of their state_dict(). No object can have this name."""
+GENERATORS = "@generators"
+"""The branch of the random generators of the rank whose image it is."""
 
 
 class Tracked:
@@ -58,6 +61,10 @@ class Tracked:
         self._free: list[torch.Tensor] = []
         self.is_accumulating = False
         """Whether the last step made no update, so that gradients are part of the state."""
+        self.generators_of: int | None = None
+        """The rank whose random generators are kept with the state; None: nobody's."""
+        self.saved_generators: dict[str, Any] | None = None
+        """Of that rank, as they were found with what was loaded last; to be set by who knows that all is loaded."""
         for name, thing in objects.items():
             self.add(name, thing)
 
@@ -140,6 +147,8 @@ class Tracked:
             tree[GRADIENTS] = {
                 str(index): item.grad for index, item in enumerate(self._parameters) if item.grad is not None
             }
+        if self.generators_of is not None:
+            tree[GENERATORS] = generators()
         return tree
 
     def load_tree(self, tree: Any, is_ours: bool = False, with_others: bool = True) -> None:
@@ -207,7 +216,7 @@ class Tracked:
         """Raise StateError unless what was saved is what is tracked."""
         if not isinstance(tree, dict):
             raise StateError("what was saved is not the state of tracked objects")
-        saved, live = set(tree) - {TRANSIENT, GRADIENTS}, set(self._objects)
+        saved, live = set(tree) - {TRANSIENT, GRADIENTS, GENERATORS}, set(self._objects)
         if missing := sorted(live - saved):
             raise StateError(f"nothing was saved for {', '.join(missing)}: track what was tracked when it was saved")
         if extra := sorted(map(str, saved - live)):

@@ -11,8 +11,10 @@ Notes are the same for one part: what its writer leaves for whoever publishes.
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
 import math
+import platform
 import re
 from typing import Any, TypeVar
 
@@ -188,6 +190,17 @@ def note_file(number: int) -> str:
 def finite(metrics: dict[str, float]) -> dict[str, float | None]:
     """Metrics as JSON can hold them."""
     return {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
+
+
+def versions() -> dict[str, str]:
+    """Of what writes a checkpoint. torch's is looked up, as who writes need not have imported it."""
+    found = {"python": platform.python_version()}
+    for name in ("holdfast", "torch"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            pass
+    return found
 
 
 def step_folder(step: int) -> str:

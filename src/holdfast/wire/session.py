@@ -168,6 +168,8 @@ class Sealed(msgspec.Struct, frozen=True, tag="sealed"):
     """Where to; empty: where the job's checkpoints are. Of one that says so, it wants to know what comes of it."""
     keep: str = ""
     """Which checkpoints stay there; empty: as the job's do."""
+    created_ns: int = 0
+    """Of the image, as its record says: a step may be copied twice. 0: any of that step."""
 
 
 class AskHeld(msgspec.Struct, frozen=True, tag="ask-held"):
@@ -259,6 +261,8 @@ class Written(msgspec.Struct, frozen=True, tag="written"):
     step: int
     why: str
     """Why it did not; empty if it did."""
+    created_ns: int = 0
+    """Which image of the step it is about, as `Sealed` said."""
 
 
 class Held(msgspec.Struct, frozen=True, tag="held"):

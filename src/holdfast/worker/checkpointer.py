@@ -11,7 +11,8 @@
 `save` returns at once: what a forward changes is copied there and then, parameters and optimizer state while the next
 forward and backward run; an optimizer that is sooner waits for its own tensors only. Then it is written, in the
 background. All ranks call it with the same step: each writes its part, and what several hold alike is written once.
-`load` takes what was saved in a world of any size, and passes over what is damaged.
+`load` takes what was saved in a world of any size, and passes over what is damaged. Each rank's generators of random
+numbers are in its part.
 
 Room for two copies of the state is made once, in the background, after the first update that follows `load`: optimizers
 have all of their state then, and who only loads needs none. Without a `load`, the first `save` waits for room for one.
@@ -40,14 +41,14 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from holdfast import __version__
 from holdfast.errors import CheckpointError, HoldfastError, LaunchError, StateError, UsageError
 from holdfast.state import legacy
+from holdfast.state.generators import set_generators
 from holdfast.state.optimizers import is_split
 from holdfast.state.tracked import Tracked
 from holdfast.state.tree import describe
 from holdfast.storage.catalogue import Catalogue, Found
-from holdfast.storage.manifest import STEP_MAX, About, finite
+from holdfast.storage.manifest import STEP_MAX, About, finite, versions
 from holdfast.storage.retention import parse_policy
 from holdfast.storage.stores import open_store
 from holdfast.wire.session import NeedRoom, Room, Sealed
@@ -68,8 +69,12 @@ log = logging.getLogger(__name__)
 class Checkpointer:
     """Saves and loads named objects: modules, optimizers, anything with state_dict and load_state_dict."""
 
-    def __init__(self, directory: str | os.PathLike[str], *, keep: str = "last:3") -> None:
-        """`keep`: which checkpoints stay, as in `--checkpoint-keep`."""
+    def __init__(
+        self, directory: str | os.PathLike[str], *, keep: str = "last:3", generators: bool = True
+    ) -> None:
+        """`keep`: which checkpoints stay, as in `--checkpoint-keep`. `generators`: whether each rank's generators of
+        random numbers are saved and set too: Python's, NumPy's, torch's, and that of the device in use."""
+        self._keeps_generators = generators
         self._url = str(directory) if "://" in str(directory) else str(Path(directory).expanduser().absolute())
         self._store, self._policy = open_store(self._url), parse_policy(keep)
         self._tracked: Tracked | None = None
@@ -80,7 +85,8 @@ class Checkpointer:
         self._hooks: list[RemovableHandle] = []
         self._updated: set[int] = set()
         """Optimizers that have all of their state."""
-        self._has_saved = False
+        self._has_saved, self._last = False, -1
+        """Whether something was saved since the last `close`, and the step that was saved last."""
         self._turn = threading.Lock()
         """Of threads that save: one after the other."""
         self._recalled = (-1, False)
@@ -90,23 +96,33 @@ class Checkpointer:
 
     def save(self, step: int, *, metrics: Mapping[str, SupportsFloat] | None = None, **objects: Any) -> None:
         """Save the state before `step`: as many steps are done. What goes wrong on its way to storage is a warning, and
-        an error of `wait` and `close`; the training goes on."""
+        an error of `wait` and `close`; the training goes on. The same step once more, as behind a loop, is left out."""
         step, measured = _whole_number(step), _numbers(metrics or {})
         with self._turn:
             snapshots = self._prepare(objects)
+            if step == self._last:  # by the number alone: all ranks must come to the same answer
+                log.warning("step %d was saved already, and stays as it was then: give each state its own step", step)
+                return
             self._begin_saving()
             self._metrics = measured
-            snapshots.join(None)
+            snapshots.finish()
             if self._line is not None:  # what is in the agent's memory outlives us: one whole step of it stays
                 snapshots.settle_last(talk.outside().agree)
             if why := snapshots.take(step):
                 raise CheckpointError(f"step {step} is not saved: {why}")
+            self._last = step
 
     def load(self, **objects: Any) -> int | None:
         """Load the newest checkpoint that every rank can load; its step, or None if there is none."""
-        tracked, talking = Tracked(**objects), talk.outside()
-        shards = shards_of(tracked.modules().values())
+        tracked, talking = self._track(objects), talk.outside()
         self._foresee(tracked)
+        step = self._load(tracked, talking)
+        if step is not None and tracked.saved_generators is not None:
+            set_generators(tracked.saved_generators)
+        return step
+
+    def _load(self, tracked: Tracked, talking: talk.Talk) -> int | None:
+        shards = shards_of(tracked.modules().values())
         trouble: CheckpointError | None = None
         if self._line is not None:
             (newer_than,) = talking.agree((checkpoints.newest_step(self._url),))
@@ -139,7 +155,7 @@ class Checkpointer:
     def wait(self) -> None:
         """Until all that was saved is complete on storage. Raises CheckpointError if something was not."""
         if self._snapshots is not None and self._keeper is not None:
-            self._snapshots.join(None)
+            self._snapshots.finish()
             self._keeper.wait()
             self._raise_lost(self._snapshots)
 
@@ -151,9 +167,9 @@ class Checkpointer:
         self._hooks.clear()
         snapshots, keeper = self._snapshots, self._keeper
         self._snapshots = self._keeper = self._tracked = None
-        self._has_saved = False
+        self._has_saved, self._last = False, -1
         if snapshots is not None and keeper is not None:
-            snapshots.join(None)
+            snapshots.finish()
             snapshots.finish_moving()
             snapshots.close()
             keeper.close()
@@ -179,13 +195,13 @@ class Checkpointer:
                 raise UsageError("save is given other objects than before: make another Checkpointer for them")
             self.close()  # room was made for what was loaded; it is something else that is saved
         talking = talk.outside()
-        self._tracked = Tracked(**objects)
+        self._tracked = self._track(objects)
         shards = shards_of(self._tracked.modules().values())
         if self._line is not None:
             self._keeper = AgentKeeper(self._line, self._url, str(self._policy))
         else:
             self._keeper = OwnKeeper(self._store, self._policy, self._about)
-        self._snapshots = Snapshots(self._keeper, self._tracked, Settings(), lambda: (self._metrics, {}))
+        self._snapshots = Snapshots(self._keeper, self._tracked, Settings(), self._describe)
         self._snapshots.start_from(*self._recalled)
         self._recalled = (-1, False)
         view = int(os.environ.get("HOLDFAST_VIEW", "0"))
@@ -194,6 +210,15 @@ class Checkpointer:
         for optimizer in self._tracked.optimizers().values():
             self._hooks.append(optimizer.register_step_pre_hook(self._before_update))
         return self._snapshots
+
+    def _track(self, objects: dict[str, Any]) -> Tracked:
+        tracked = Tracked(**objects)
+        tracked.generators_of = talk.outside().rank if self._keeps_generators else None
+        return tracked
+
+    def _describe(self) -> tuple[dict[str, float], dict[str, str]]:
+        """For the manifest."""
+        return self._metrics, {"generators": "each rank's in its part" if self._keeps_generators else "not kept"}
 
     def _raise_lost(self, snapshots: Snapshots) -> None:
         if lost := ", ".join(map(str, snapshots.lost)):
@@ -227,7 +252,7 @@ class Checkpointer:
         """The process ends, and nobody has called `close`: the copy under way is finished, and written."""
         try:
             if self._snapshots is not None and self._keeper is not None:
-                self._snapshots.join(None)
+                self._snapshots.finish()
                 self._keeper.leave()
         except (HoldfastError, OSError) as error:
             log.warning("not all that was saved is complete: %s", error)
@@ -245,7 +270,7 @@ class Checkpointer:
             seed=record.seed,
             created_unix_s=time.time(),
             job_id=os.environ.get("TORCHELASTIC_RUN_ID", ""),
-            versions={"holdfast": __version__, "torch": str(torch.__version__)},
+            versions=versions(),
             metrics=finite(message.metrics),
             notes=dict(message.notes),
         )
@@ -265,15 +290,14 @@ class AgentKeeper:
     def tell(self, message: NeedRoom | Sealed) -> None:
         if isinstance(message, Sealed):
             message = msgspec.structs.replace(message, url=self._url, keep=self._keep)
-            self._waited_for.append(message.step)
+            self._waited_for.append(message.created_ns)
         self._line.tell(message)
 
     def wait(self) -> None:
         """Until all that was saved is complete on storage."""
-        steps, self._waited_for = self._waited_for, []
-        for step in steps:
-            if why := self._line.wait_for_written(step):
-                raise CheckpointError(why)
+        images, self._waited_for = self._waited_for, []
+        if troubles := [why for image in images if (why := self._line.wait_for_written(image))]:
+            raise CheckpointError("; ".join(troubles))
 
     def close(self) -> None:
         self.wait()

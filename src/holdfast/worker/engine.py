@@ -462,7 +462,8 @@ class Engine:
 
     def _describe(self) -> tuple[dict[str, float], dict[str, str]]:
         """For a checkpoint's manifest: what was logged last, and where in the data we are."""
-        return self.logged, {**feeds.positions(self._tracked), "torch": str(torch.__version__)}
+        generators = "a function of seed, step and rank or slot"
+        return self.logged, {**feeds.positions(self._tracked), "generators": generators}
 
     def _choose_undo(self) -> None:
         if self.membership is not None and is_sharded(self._tracked.modules().values()):

@@ -109,11 +109,11 @@ class Line:
             self._wait(lambda: request in self._held)
             return self._held.pop(request)
 
-    def wait_for_written(self, step: int) -> str:
-        """What came of a state that was to become a checkpoint: why it did not, or nothing."""
+    def wait_for_written(self, created_ns: int) -> str:
+        """What came of an image that was to become a checkpoint: why it did not, or nothing."""
         with self._changed:
-            self._wait(lambda: step in self._written)
-            return self._written.pop(step)
+            self._wait(lambda: created_ns in self._written)
+            return self._written.pop(created_ns)
 
     @property
     def told_view(self) -> int:
@@ -174,9 +174,9 @@ class Line:
                 with self._changed:
                     self._held[request] = images
                     self._changed.notify_all()
-            case Written(step=step, why=why):
+            case Written(created_ns=created_ns, why=why):
                 with self._changed:
-                    self._written[step] = why
+                    self._written[created_ns] = why
                     self._changed.notify_all()
 
     def _keep(

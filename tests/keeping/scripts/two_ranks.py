@@ -1,10 +1,11 @@
-"""Two ranks that hold some things otherwise than each other: what is loaded is what rank 0 had; what could never be
-loaded is not saved.
+"""Two ranks that hold some things otherwise than each other: what is loaded is what rank 0 had, but for the generators
+of random numbers; what could never be loaded is not saved.
 
 Run as `python two_ranks.py FOLDER`.
 """
 
 import multiprocessing
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -55,9 +56,13 @@ def run(rank: int, folder: Path) -> None:
     expected = {name: buffer.clone() for name, buffer in model.named_buffers()}
     for buffer in expected.values():
         dist.broadcast(buffer, 0)
+    random.seed(rank)
+    torch.manual_seed(rank)
     with hf.Checkpointer(folder / "saved") as checkpoints:
         checkpoints.save(1, model=parallel, optimizer=optimizer, position=position)
+    drawn = random.random(), torch.rand(3).tolist()
     assert hf.Checkpointer(folder / "saved").load(model=parallel, optimizer=optimizer, position=position) == 1
+    assert (random.random(), torch.rand(3).tolist()) == drawn, "the generators are not this rank's own"
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, expected[name]), f"{name} is not that of rank 0"
     assert (position.state["at"], int(position.state["seen"][0]), int(position.state["next"][0])) == (0, 0, 7)

@@ -17,7 +17,6 @@ the disk. One that others do not complete is let go, for the next who prunes to 
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -31,7 +30,7 @@ from holdfast.agent.memory.pieces import Piece, Progress, are_whole, own
 from holdfast.agent.memory.vault import Vault
 from holdfast.errors import CheckpointError, HoldfastError
 from holdfast.storage.catalogue import Catalogue, Found
-from holdfast.storage.manifest import About, finite
+from holdfast.storage.manifest import About, finite, versions
 from holdfast.storage.retention import parse_policy
 from holdfast.storage.stores import Store, open_store
 from holdfast.storage.writing import Writing
@@ -104,7 +103,8 @@ class Persister:
 
     def wanted(self, seat: int, message: Sealed, tell: Callable[[str], None] | None = None) -> None:
         """A worker's image is to become part of a checkpoint. `tell` is told why it did not, or nothing if it did."""
-        kept = next((k for k in self._vault.kept() if (k.seat, k.record.step) == (seat, message.step)), None)
+        of_step = [kept for kept in self._vault.kept() if (kept.seat, kept.record.step) == (seat, message.step)]
+        kept = next((one for one in of_step if message.created_ns in (0, one.record.created_ns)), None)
         tell = tell or (lambda why: None)
         if kept is None:
             tell(f"the copy of step {message.step} is not there any more")
@@ -238,9 +238,9 @@ class Persister:
             created_unix_s=piece.created_unix_s,
             job_id=self._job_id,
             run=self._run,
-            versions={"holdfast": importlib.metadata.version("holdfast")},
+            versions=versions(),
             metrics=finite(message.metrics),
-            notes={**message.notes, "generators": "a function of seed, step and rank or slot"},
+            notes=dict(message.notes),
         )
         run = f"-{self._run}" if self._run else ""
         return Writing(self._store(key.url), about, f"{_plain(self._job_id)}{run}-v{piece.view}")

@@ -151,7 +151,7 @@ class StateKeeper:
     def sealed(self, worker: Worker, message: Sealed) -> None:
         """A snapshot is whole."""
         if message.wanted and (room := self._has_room(worker)) is not None:
-            tell = (lambda why: worker.tell(Written(message.step, why))) if message.url else None
+            tell = (lambda why: worker.tell(Written(message.step, why, message.created_ns))) if message.url else None
             self.persister.wanted(room, message, tell)
         if self._images is not None:
             self._images.note()

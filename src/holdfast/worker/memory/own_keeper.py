@@ -108,7 +108,7 @@ class OwnKeeper:
             raise
 
     def _persist(self, message: Sealed) -> None:
-        slot, record = next((s, r) for s, r in self._seat.sealed().items() if r.step == message.step)
+        slot, record = self._image_of(message)
         with Writing(self._store, self._about(record, message), self.nonce) as writing:
             with reading(self._seat, slot, record) as memory:
                 self._seat.write(slot, record._replace(wanted=Wanted.TAKEN))
@@ -125,6 +125,12 @@ class OwnKeeper:
             Catalogue(self._store).prune(self._policy, trusted=[found.step])
         except (HoldfastError, OSError) as error:
             log.warning("old checkpoints stay: %s", error)
+
+    def _image_of(self, message: Sealed) -> tuple[int, Record]:
+        for slot, record in self._seat.sealed().items():
+            if (record.step, record.created_ns) == (message.step, message.created_ns):
+                return slot, record
+        raise CheckpointError(f"the copy of step {message.step} was overwritten before it was written")
 
     def _until_published(self, writing: Writing, record: Record) -> Found | None:
         give_up_at = time.monotonic() + OTHERS_PATIENCE_S

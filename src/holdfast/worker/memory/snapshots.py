@@ -30,19 +30,16 @@ import torch
 from holdfast.core.interval import advise
 from holdfast.errors import StateError
 from holdfast.state.copier import Copier, Copy, Task, Work
-from holdfast.state.optimizers import parameters_of
 from holdfast.state.parts import PartPlan, views
 from holdfast.state.roll import Roll
-from holdfast.state.sharded import local_of
 from holdfast.state.tracked import GRADIENTS, Tracked
 from holdfast.state.tree import Flat, describe
 from holdfast.wire.session import Sealed
 from holdfast.wire.session import Snapshots as Settings
 from holdfast.wire.slots import STEP_MAX, Record, Status, Wanted
+from holdfast.worker.memory.owners import SHARED, Owners, memory_of
 from holdfast.worker.memory.slot_room import Keeper, Slot, SlotRoom
 
-SHARED, AT_ONCE = -1, -2
-"""Who owns a tensor that no optimizer does: any update may be followed by a change of it, or anything at all."""
 SMOOTHING = 0.2
 """Of the newest measurement, in the running means of costs."""
 PATIENCE_S = 600.0
@@ -75,7 +72,7 @@ class Snapshots:
         self, line: Keeper, tracked: Tracked, settings: Settings, describe: Describe = lambda: ({}, {})
     ) -> None:
         self._line, self._tracked, self._settings, self._describe = line, tracked, settings, describe
-        self._roll = Roll(tracked)
+        self._roll, self._owners = Roll(tracked), Owners(tracked)
         self._copier = Copier()
         self._room = SlotRoom(line)
         self._cut = Cut(1, 1, 0)
@@ -85,10 +82,10 @@ class Snapshots:
         self._is_next = self._is_wanted_next = False
         """What was agreed for the step that begins now."""
         self._is_owed = False
-        """Whether a checkpoint was due and could not be made: the next step makes it."""
+        """Whether a checkpoint was due and was not made, or spoiled: the next step makes it."""
         self._last = -1
         """The step of the last copy that all were to make in this view, whether this rank could or not."""
-        self._copies_shared_at_once = self._copies_all_at_once = False
+        self._has_warned = False
         self._taken = -1
         """The step that `take` took last."""
         self.lost: list[int] = []
@@ -134,7 +131,8 @@ class Snapshots:
             seat.put(every=every, cost_ns=int(1e9 * self._stall_s), step_ns=int(1e9 * self._step_s))
             if wanted and not can and not self._is_owed:
                 seat.count("skipped")
-        self._is_owed = bool(wanted) and not can
+        if wanted:
+            self._is_owed = not can
         due = self._last < 0 or step + 1 - self._last >= every or bool(wanted)
         self._is_next = bool(can) and due
         self._is_wanted_next = self._is_next and bool(wanted)
@@ -180,8 +178,10 @@ class Snapshots:
         self._spent_s, self._last, self._is_usual = 0.0, step, True
         try:
             self._begin_copy(step, *self._plan())
-        except StateError:
-            self._room.count("spoiled")  # something that cannot be kept: the next view, or a checkpoint, will say so
+        except StateError as error:
+            self._room.count("spoiled")
+            self._is_owed |= self._is_wanted_next
+            self._warn_once("step %d is in no snapshot: %s; as long as that is so there is none", step, error)
         self._spent_s += time.monotonic() - now
 
     def join(self, optimizer: Any) -> None:
@@ -193,24 +193,31 @@ class Snapshots:
         self._copy.join(next((i for i, one in enumerate(owners) if one is optimizer), None))
         self._copy.join(SHARED)
         self._spent_s += time.monotonic() - began_at
-        if self._copy.is_over:
+        self.poll()
+
+    def finish(self) -> None:
+        """Until the copy under way is over. `join` leaves to the thread what has to arrive from a device."""
+        if self._copy is not None:
+            self._copy.finish()
             self._note_end()
 
     def poll(self) -> None:
-        """The body is through."""
+        """Perhaps it is over."""
         if self._copy is not None and self._copy.is_over:
             self._note_end()
 
     def take_last(self, step: int) -> None:
         """Behind the last step: the final state is to become a checkpoint, if checkpoints are made at all."""
+        self.finish()
         if self._settings.checkpoint_at_end and self._settings.every >= 0:
-            self.take(step)
-            self.join(None)
+            if why := self.take(step):
+                log.warning("the final state, before step %d, is in no checkpoint: %s", step, why)
+            self.finish()
 
     def take(self, step: int) -> str:
         """Begin to copy the state as it is now, which is to become a checkpoint. Waits until there is a slot to copy
         into. Why it cannot be done, or nothing."""
-        self.join(None)
+        self.finish()
         planned, flat = self._plan()
         size_bytes = planned.layout.size_bytes
         self._room.ask(size_bytes)
@@ -221,7 +228,7 @@ class Snapshots:
                 return why
             if time.monotonic() > give_up_at:
                 return f"both of the last two states are still being written after {PATIENCE_S:.0f} s"
-            time.sleep(0.005)  # for room, or for a slot that is being read: no event reaches this thread
+            time.sleep(0.005)  # for room, or for a slot that is being read: nobody tells when a lock is let go
         self._taken = step
         self._begin_copy(step, planned, flat)
         return ""
@@ -263,10 +270,12 @@ class Snapshots:
         size_bytes = planned.layout.size_bytes
         if size_bytes > self._room.size_bytes:
             self._room.ask(size_bytes)
+            self._is_owed |= self._is_wanted_next
             return
         slot = self._room.take_slot(self._view)
         if slot is None:
             self._room.count("skipped")
+            self._is_owed |= self._is_wanted_next
             return
         record = Record(
             Status.WRITING,
@@ -283,9 +292,9 @@ class Snapshots:
         )
         slot.note(record)
         metrics, notes = self._describe() if self._is_wanted_next else ({}, {})
-        told = Sealed(step, self._is_wanted_next, metrics, notes)
+        told = Sealed(step, self._is_wanted_next, metrics, notes, created_ns=record.created_ns)
         work = self._prepare(slot, planned, flat)
-        self._copy = self._copier.start(work, lambda spoiled: self._sealed(slot, record, told, spoiled))
+        self._copy = self._copier.start(work, lambda moved: self._sealed(slot, record, told, moved))
 
     def _plan(self) -> tuple[PartPlan, Flat]:
         """Where everything goes, as the state is now."""
@@ -297,7 +306,7 @@ class Snapshots:
 
     def _of_one_rank(self, flat: Flat) -> frozenset[int]:
         """What the ranks may hold otherwise than each other: what a forward changes, and what is no model's."""
-        alike = {_memory_of(item) for item in self._tracked.parameters()}
+        alike = {memory_of(item) for item in self._tracked.parameters()}
         names = {GRADIENTS, *self._tracked.optimizers()}
         return frozenset(
             index
@@ -315,63 +324,53 @@ class Snapshots:
             layout.put_skeleton(memory, flat.skeleton)
         if slot.tensors is not flat.tensors or slot.work is None:
             slot.tensors, self._is_usual = flat.tensors, False
-            slot.at_once, slot.work = self._share_out(views(layout, slot.memory), planned.tensors(flat))
+            slot.at_once, slot.work = self._owners.share_out(
+                layout, views(layout, slot.memory), planned.tensors(flat)
+            )
         targets, sources = slot.at_once
         if targets:
             with torch.no_grad():
                 torch._foreach_copy_(targets, sources)
         return slot.work
 
-    def _share_out(
-        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
-    ) -> tuple[tuple[list[torch.Tensor], list[torch.Tensor]], Work]:
-        """What is to be copied at once, and what can wait until an update."""
-        owners = self._owners()
-        tasks = [
-            Task(target, source, owners.get(source.untyped_storage().data_ptr(), AT_ONCE))
-            for target, source in zip(targets, sources, strict=True)
-        ]
-        at_once = [task for task in tasks if task.owner == AT_ONCE]
-        later = Work(task for task in tasks if task.owner != AT_ONCE)
-        return ([task.target for task in at_once], [task.source for task in at_once]), later
-
-    def _owners(self) -> dict[int, int]:
-        """Memory that stands still until an update → whose update."""
-        found: dict[int, int] = {}
-        if self._copies_all_at_once:
-            return found
-        if not self._copies_shared_at_once:
-            found |= {_memory_of(item): SHARED for item in self._tracked.parameters()}
-        for number, optimizer in enumerate(self._tracked.optimizers().values()):
-            for parameter in parameters_of(optimizer):
-                found[_memory_of(parameter)] = number
-                for value in optimizer.state.get(parameter, {}).values():
-                    if isinstance(value, torch.Tensor):
-                        found[_memory_of(value)] = number
-        return found
-
-    def _sealed(self, slot: Slot, record: Record, told: Sealed, spoiled: bool) -> None:
+    def _sealed(self, slot: Slot, record: Record, told: Sealed, moved: Sequence[Task]) -> None:
         """By whichever thread copied the last piece."""
-        slot.note(record._replace(status=Status.EMPTY if spoiled else Status.SEALED))
+        slot.note(record._replace(status=Status.EMPTY if moved else Status.SEALED))
         slot.lock.release()
-        if spoiled:
-            self._copies_shared_at_once = True
-            self._room.forget_tensors()
-            self._room.count("spoiled")
-            if record.step == self._taken:
-                self._note_lost(record.step)
+        if moved:
+            self._note_spoiled(record, moved)
         else:
             self._room.count("taken")
             self._line.tell(told)
 
-    def _note_lost(self, step: int) -> None:
-        self.lost.append(step)
-        self._copies_all_at_once = True
-        log.warning(
-            "step %d is not saved: something else than an optimizer changed the parameters while they were copied; from"
-            " now on all is copied before save returns",
-            step,
+    def _note_spoiled(self, record: Record, moved: Sequence[Task]) -> None:
+        """The next copies are others, and cost otherwise."""
+        is_taken = record.step == self._taken
+        self._owners.note_moved(moved, is_dear=is_taken)
+        self._room.forget_tensors()
+        self._room.count("spoiled")
+        self._stall_s, self._is_usual = 0.0, False
+        self._is_owed |= record.wanted == Wanted.YES
+        if is_taken:
+            self.lost.append(record.step)
+            log.warning(
+                "step %d is not saved: something else than an optimizer changed the parameters while they were copied"
+                " (%s); from now on all is copied before save returns",
+                record.step,
+                moved[0].name,
+            )
+            return
+        self._warn_once(
+            "step %d is in no snapshot: %s was changed in the body of the step, not by its optimizer's update; from now"
+            " on it is copied before the step, which keeps the training waiting; change it behind the update instead",
+            record.step,
+            moved[0].name,
         )
+
+    def _warn_once(self, text: str, *details: object) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning(text, *details)
 
     def _note_end(self) -> None:
         self._copy = None
@@ -385,10 +384,6 @@ class Snapshots:
         if not copy.is_over:
             copy.abandon()
             self._room.abandon()
-
-
-def _memory_of(tensor: torch.Tensor) -> int:
-    return local_of(tensor).untyped_storage().data_ptr()
 
 
 def _mean(old: float, new: float) -> float:
