@@ -39,7 +39,7 @@ from holdfast.wire.session import HeldImage, Room
 from holdfast.wire.slots import SLOTS, Status
 from holdfast.worker.collectives.talk import Talk
 from holdfast.worker.memory import checkpoints
-from holdfast.worker.memory.recalling import recall
+from holdfast.worker.memory.recalling import Recollection
 
 START_LIMIT_S = 120.0
 STEPS_MAX, LONG_STEPS_MAX = 6, 40
@@ -232,12 +232,12 @@ class Campaign:
     def _recall_on(self, held: list[HeldImage], world: World, rank: int) -> Left | None:
         state = world.state(rank)
         everywhere = Talk(rank, world.size, list, lambda values: [list(values)] * world.size)
-        choice = recall(held, 0, 1, world.shards, state.tracked, -1, everywhere)
-        return (
-            None
-            if choice is None
-            else replace(self._checked(state, choice.step, "memory"), is_recalled=True, is_intact=choice.is_intact)
-        )
+        memory = Recollection(held, 0, 1, world.shards, state.tracked, everywhere)
+        if (choice := memory.load(0)) is None:
+            memory.raise_refused()
+            return None
+        checked = self._checked(state, choice.step, "memory")
+        return replace(checked, is_recalled=True, is_intact=choice.is_intact)
 
     def _checked(self, state: State, step: int, where: str) -> Left:
         if wrong := state.wrong(step):
@@ -342,7 +342,7 @@ class Campaign:
 
 
 def _newest(in_memory: Left | None, stored: Left | None) -> Left:
-    """What a job begins anew with: memory, if it is newer than storage."""
-    if in_memory is not None and (stored is None or in_memory.step > stored.step):
+    """What a job begins anew with: memory, unless storage is newer."""
+    if in_memory is not None and (stored is None or in_memory.step >= stored.step):
         return in_memory
     return stored or Left()

@@ -30,7 +30,7 @@ from holdfast.state.tracked import Tracked
 from holdfast.wire.progress import Phase
 from holdfast.wire.session import Closed, Committed, FromWorker, Joined, Ready
 from holdfast.worker import elastic, feeds
-from holdfast.worker.collectives import groups
+from holdfast.worker.collectives import groups, talk
 from holdfast.worker.guards import Guards
 from holdfast.worker.launch import Launch
 from holdfast.worker.membership import bare
@@ -111,7 +111,10 @@ class Engine:
     def _restore(self) -> bool:
         """All ranks together. Whether there was something."""
         place = self.membership.place if self.membership else None
-        found = find_start(self._launched.checkpoint_dir, self._line, place, self._tracked, self._shards)
+        local = (place.local_rank, place.local_world_size) if place is not None else (0, 1)
+        held = self._line.held() if self._line is not None and place is not None else ()
+        url, talking = self._launched.checkpoint_dir, talk.in_session()
+        found = find_start(url, held, local, self._tracked, self._shards, talking)
         if found is None:
             return False
         self.next_step, self._seed, self._first_step = found.step, found.seed, found.step
