@@ -179,6 +179,15 @@ def test_a_torn_image_is_nothing(vault: Vault) -> None:
     life.snapshots.close()
 
 
+def test_where_faults_are_frequent_copies_are_too(vault: Vault) -> None:
+    life = Life(vault, 1, every=0).run_to(3)
+    life.snapshots._step_s, life.snapshots._stall_s = 1.0, 20.0
+    seldom = life.snapshots.words(3)[2]
+    life.snapshots.faults_per_node_day = 100.0
+    assert 1 < life.snapshots.words(3)[2] < seldom
+    life.snapshots.close()
+
+
 # --- the recall
 
 

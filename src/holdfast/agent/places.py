@@ -45,4 +45,5 @@ def place_in(order: Serve, local_rank: int, *, newcomer: bool, begun: int, whole
         whole=whole if order.kept else -1,
         dump=checkpoint_dir if order.strategy is Strategy.DUMP else "",
         weights=order.weights,
+        faults_per_node_day=order.faults_per_node_day,
     )

@@ -10,6 +10,7 @@ from holdfast.core.events import SessionInfo
 from holdfast.core.faults import Failure
 from holdfast.core.health import checkup
 from holdfast.core.health.findings import CheckTask
+from holdfast.core.interval import FAULTS_PER_NODE_DAY
 from holdfast.core.ladder import Strategy
 from holdfast.core.planned import may_resize
 from holdfast.core.plans import is_member, standby
@@ -69,6 +70,8 @@ class Serve(msgspec.Struct, frozen=True, kw_only=True, tag="serve"):
     """The group, itself included, that keeps its snapshots as parity."""
     weights: tuple[float, ...] = ()
     """Of all ranks' shares of the global batch; empty: all alike."""
+    faults_per_node_day: float = FAULTS_PER_NODE_DAY
+    """Of this job, for those who choose how often to copy the state."""
 
 
 class Hold(msgspec.Struct, frozen=True, kw_only=True, tag="hold"):
@@ -238,6 +241,7 @@ def _serve(job: Job, view: View, member: Member) -> Serve:
         guests=_peers(job, job.placement.guests.get(member.node_id, ())),
         parity=_peers(job, job.parity.get(member.node_id, ())),
         weights=view.weights,
+        faults_per_node_day=job.faults_per_node_day,
     )
 
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 import msgspec
 
 from holdfast.core.events import DataSource, SessionInfo
+from holdfast.core.interval import FAULTS_PER_NODE_DAY
 from holdfast.core.leases import Lease, Trouble
 
 
@@ -55,6 +56,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     """Where to write a checkpoint of the last committed step, and end; empty: train on."""
     weights: tuple[float, ...] = ()
     """Of all ranks' shares of the global batch; empty: all alike."""
+    faults_per_node_day: float = FAULTS_PER_NODE_DAY
+    """Of this job, as far as it is known."""
 
 
 class Enrol(msgspec.Struct, frozen=True, tag="enrol"):

@@ -225,6 +225,7 @@ class Engine:
             cut = Cut(self._shards, place.world_size // self._shards, place.rank)
             told_whole = -1 if settlement.is_start else place.whole  # who starts anew has gone back, or knows better
             self._snapshots.enter(cut, place.view, self.seed, self._first_step, place.group_world_size, told_whole)
+            self._snapshots.faults_per_node_day = place.faults_per_node_day
         self._is_filled = True
         self.transaction.updated_before = not self._tracked.is_accumulating
         self._page.move(view=place.view, step=self.next_step, phase=Phase.BETWEEN)
