@@ -84,6 +84,7 @@ KINDS = {
     "sharded": Kind(is_sharded=True),
     "persist": Kind(persists=True, long_share=0.15),
     "replicate": Kind(is_sharded=True, replicates=True, long_share=0.6),
+    "both": Kind(is_sharded=True, replicates=True, persists=True, long_share=0.6),
     "parity": Kind(is_sharded=True, replicates=True, parity=2, seats=4, long_share=0.6),
 }
 
@@ -158,15 +159,13 @@ class Campaign:
 
     def _works(self, world: World) -> list[Callable[[int, int], None]]:
         """Of the agents."""
-        root = self._root
-        if self._kind.persists:
-            return [partial(agents.persist, root, self._homes.node(0), str(self._storage))]
+        root, url = self._root, str(self._storage) if self._kind.persists else ""
         if self._kind.replicates:
             return [
-                partial(agents.replicate, root, world.view, rank, world.size, self._kind.parity)
+                partial(agents.replicate, root, world.view, rank, world.size, self._kind.parity, url)
                 for rank in range(world.size)
             ]
-        return []
+        return [partial(agents.persist, root, self._homes.node(0), url)] if url else []
 
     def _wait(self, world: World, board: Board) -> None:
         """Until a random moment."""
@@ -306,7 +305,7 @@ class Campaign:
     def _lose(self, rank: int) -> None:
         self._homes.lose(rank)
         self._rooms[rank] = self._grant(rank)
-        self._is_young = True
+        self._is_young, self._is_copied = True, False
         self.counts["memories lost"] += 1
         world = World(self._size, self._kind.is_sharded, self._life, 0, 0, self._scale, 0)
         self._left = _newest(self._recall(world), self._examine_storage(world, []))

@@ -12,7 +12,7 @@ import pytest
 
 CAMPAIGN = Path(__file__).parents[2] / "bench" / "kill_campaign.py"
 TIME_LIMIT_S = 110
-KILLS = {"storage": 140, "memory": 40, "sharded": 30, "replicate": 42, "parity": 32, "persist": 30}
+KILLS = {"storage": 140, "memory": 40, "sharded": 30, "replicate": 42, "parity": 32, "persist": 30, "both": 30}
 """Enough to hit every kind of moment, few enough for a busy machine."""
 
 
