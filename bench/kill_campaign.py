@@ -6,6 +6,7 @@
                nodes are lost with all they had
     parity     the same with parity in groups, of which those that are left make again what is lost
     persist    as memory, with an agent that writes checkpoints and is killed too; nodes lose their memory
+    both       as replicate, with agents that write checkpoints as well
     storage    writers of a checkpoint, killed at each named point and at random moments
 
 See fire/ for what is killed and how it is judged. A broken promise ends the campaign with 1, names the seed and keeps
@@ -30,7 +31,7 @@ import structlog
 from fire.failure import BrokenError
 from samples import markdown
 
-PHASES = ("storage", "memory", "sharded", "replicate", "parity", "persist")
+PHASES = ("storage", "memory", "sharded", "replicate", "parity", "persist", "both")
 SHARED_MEMORY = Path("/dev/shm")
 HEADER = ("phase", "what", "count")
 

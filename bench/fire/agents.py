@@ -19,7 +19,7 @@ from holdfast.agent.memory.persister import Persister
 from holdfast.agent.memory.state_keeper import StateKeeper
 from holdfast.agent.memory.vault import Vault
 from holdfast.agent.reports import Reports
-from holdfast.core.events import JobSpec
+from holdfast.core.events import CheckpointWritten, Event, JobSpec
 from holdfast.core.orders import Peer, Serve
 from holdfast.wire.session import Sealed
 from holdfast.wire.session import Snapshots as Settings
@@ -54,16 +54,23 @@ async def _persist(root: Path, node: str, url: str, ears: int, mouth: int) -> No
     await asyncio.Event().wait()
 
 
-def replicate(root: Path, view: int, number: int, nodes: int, group: int, ears: int, mouth: int) -> None:
+def replicate(root: Path, view: int, number: int, nodes: int, group: int, url: str, ears: int, mouth: int) -> None:
     """For ever. Copies go to the next node, or with a `group` there is parity among so many. Says where it takes in
-    others' images, and is told where they all do."""
-    asyncio.run(_replicate(root, view, number, nodes, group, ears, mouth))
+    others' images, and is told where they all do. With a `url`, what is wanted there goes to storage too."""
+    asyncio.run(_replicate(root, view, number, nodes, group, url, ears, mouth))
 
 
-async def _replicate(root: Path, view: int, number: int, nodes: int, group: int, ears: int, mouth: int) -> None:
+async def _replicate(
+    root: Path, view: int, number: int, nodes: int, group: int, url: str, ears: int, mouth: int
+) -> None:
     node, ports = f"node-{number}", dict[int, int]()
-    keeper = StateKeeper(_config(root, node), Reports(node, lambda: node, lambda _: None))
-    keeper.open(JOB, "")
+
+    def report(event: Event) -> None:
+        if isinstance(event, CheckpointWritten):
+            say(mouth, event.step)
+
+    keeper = StateKeeper(_config(root, node), Reports(node, lambda: node, report))
+    keeper.open(JOB, url)
     assert keeper.vault.is_open, "the memory belongs to somebody else"
 
     replication = keeper.replicate()
@@ -85,7 +92,7 @@ async def _replicate(root: Path, view: int, number: int, nodes: int, group: int,
         await replication.rebuild_lost()
         say(mouth, HERE)
 
-    def heard(about: int, what: int, _: int) -> None:
+    def heard(about: int, what: int, is_wanted: int) -> None:
         if about == LOST:
             tasks.append(asyncio.create_task(rebuild(what)))
         elif about < 0:
@@ -93,6 +100,8 @@ async def _replicate(root: Path, view: int, number: int, nodes: int, group: int,
             if len(ports) == nodes:
                 serve()
         else:
+            if is_wanted:
+                keeper.persister.wanted(about, Sealed(what, True))
             keeper.sealed(None, Sealed(what, False))
 
     tasks: list[asyncio.Task[None]] = []

@@ -39,7 +39,7 @@ from holdfast.wire.session import HeldImage, Room
 from holdfast.wire.slots import SLOTS, Status
 from holdfast.worker.collectives.talk import Talk
 from holdfast.worker.memory import checkpoints
-from holdfast.worker.memory.recalling import recall
+from holdfast.worker.memory.recalling import Recollection
 
 START_LIMIT_S = 120.0
 STEPS_MAX, LONG_STEPS_MAX = 6, 40
@@ -84,6 +84,7 @@ KINDS = {
     "sharded": Kind(is_sharded=True),
     "persist": Kind(persists=True, long_share=0.15),
     "replicate": Kind(is_sharded=True, replicates=True, long_share=0.6),
+    "both": Kind(is_sharded=True, replicates=True, persists=True, long_share=0.6),
     "parity": Kind(is_sharded=True, replicates=True, parity=2, seats=4, long_share=0.6),
 }
 
@@ -158,15 +159,13 @@ class Campaign:
 
     def _works(self, world: World) -> list[Callable[[int, int], None]]:
         """Of the agents."""
-        root = self._root
-        if self._kind.persists:
-            return [partial(agents.persist, root, self._homes.node(0), str(self._storage))]
+        root, url = self._root, str(self._storage) if self._kind.persists else ""
         if self._kind.replicates:
             return [
-                partial(agents.replicate, root, world.view, rank, world.size, self._kind.parity)
+                partial(agents.replicate, root, world.view, rank, world.size, self._kind.parity, url)
                 for rank in range(world.size)
             ]
-        return []
+        return [partial(agents.persist, root, self._homes.node(0), url)] if url else []
 
     def _wait(self, world: World, board: Board) -> None:
         """Until a random moment."""
@@ -232,12 +231,12 @@ class Campaign:
     def _recall_on(self, held: list[HeldImage], world: World, rank: int) -> Left | None:
         state = world.state(rank)
         everywhere = Talk(rank, world.size, list, lambda values: [list(values)] * world.size)
-        choice = recall(held, 0, 1, world.shards, state.tracked, -1, everywhere)
-        return (
-            None
-            if choice is None
-            else replace(self._checked(state, choice.step, "memory"), is_recalled=True, is_intact=choice.is_intact)
-        )
+        memory = Recollection(held, 0, 1, world.shards, state.tracked, everywhere)
+        if (choice := memory.load(0)) is None:
+            memory.raise_refused()
+            return None
+        checked = self._checked(state, choice.step, "memory")
+        return replace(checked, is_recalled=True, is_intact=choice.is_intact)
 
     def _checked(self, state: State, step: int, where: str) -> Left:
         if wrong := state.wrong(step):
@@ -306,7 +305,7 @@ class Campaign:
     def _lose(self, rank: int) -> None:
         self._homes.lose(rank)
         self._rooms[rank] = self._grant(rank)
-        self._is_young = True
+        self._is_young, self._is_copied = True, False
         self.counts["memories lost"] += 1
         world = World(self._size, self._kind.is_sharded, self._life, 0, 0, self._scale, 0)
         self._left = _newest(self._recall(world), self._examine_storage(world, []))
@@ -342,7 +341,7 @@ class Campaign:
 
 
 def _newest(in_memory: Left | None, stored: Left | None) -> Left:
-    """What a job begins anew with: memory, if it is newer than storage."""
-    if in_memory is not None and (stored is None or in_memory.step > stored.step):
+    """What a job begins anew with: memory, unless storage is newer."""
+    if in_memory is not None and (stored is None or in_memory.step >= stored.step):
         return in_memory
     return stored or Left()

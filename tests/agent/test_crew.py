@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from agent.crews import CrewUnderTest, crew, serve
-from holdfast.agent.places import reseat
+from holdfast.agent.places import place_in, reseat
 from holdfast.core import copies
 from holdfast.core.ladder import Strategy
 from holdfast.core.orders import Hold
@@ -47,6 +47,12 @@ def test_the_rule_of_seats(living: list[int], before: int, seats: int, expected:
     held = tuple(holder(local_rank) for local_rank in range(before))
     counted_on = {h.rank: seat for seat, h in enumerate(copies.reseat(held, empty, seats)) if h}
     assert counted_on == expected  # the master thinks so too
+
+
+def test_a_worker_is_told_how_often_its_job_has_faults() -> None:
+    order = serve(1, faults_per_node_day=0.25)
+    place = place_in(order, 0, newcomer=False, begun=-1, whole=-1, checkpoint_dir="")
+    assert place.faults_per_node_day == 0.25
 
 
 def test_a_newcomer_makes_room_for_those_who_hold_the_state() -> None:

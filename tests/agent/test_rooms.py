@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from agent.crews import agent_config
 from holdfast.agent.memory import state_keeper
 from holdfast.agent.memory.state_keeper import StateKeeper
 from holdfast.agent.reports import Reports
+from holdfast.core.kept import Pacing
 from holdfast.state.parts import write_image
 from holdfast.state.tracked import Tracked
 from holdfast.wire.session import Room, Sealed, Snapshots, Written
@@ -39,10 +41,10 @@ async def room_for(keeper: StateKeeper, tenant: Tenant) -> str:
     return Path(room.directory).name
 
 
-def keeper_in(directory: Path) -> StateKeeper:
+def keeper_in(directory: Path, say: Callable[[Any], None] = lambda event: None) -> StateKeeper:
     keeper = StateKeeper(
         agent_config(directory, snapshot_dir=str(directory / "memory"), snapshots=Snapshots(every=1)),
-        Reports("node-0", lambda: "life", lambda event: None),
+        Reports("node-0", lambda: "life", say),
     )
     keeper.open("job", str(directory / "checkpoints"))
     return keeper
@@ -163,3 +165,21 @@ def test_two_images_of_one_step_have_an_answer_each(tmp_path: Path) -> None:
         await keeper.close()
 
     asyncio.run(asyncio.wait_for(seal_twice(), 60.0))
+
+
+def test_the_master_hears_how_snapshots_are_made(tmp_path: Path) -> None:
+    async def say() -> None:
+        said: list[Any] = []
+        keeper = keeper_in(tmp_path, said.append)
+        for seat in range(2):
+            await room_for(keeper, Tenant(seat))
+        for number, page in keeper.vault.seats():
+            page.write(0, Record(Status.SEALED, 9, size_bytes=1))
+            cost_ns = 20_000_000 * (1 + number)
+            page.put(every=3, cost_ns=cost_ns, step_ns=500_000_000, taken=5, skipped=number, spoiled=1)
+        keeper.say()
+        (event,) = said
+        assert event.pacing == Pacing(3, True, 0.5, 0.04, 10, 1, 2)
+        await keeper.close()
+
+    asyncio.run(asyncio.wait_for(say(), 60.0))

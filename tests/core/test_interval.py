@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.core.interval import DAY_S, EVERY_MAX, FREE_SHARE, advise
+from holdfast.core.interval import DAY_S, EVERY_MAX, FREE_SHARE, advise, fault_rate
 
 
 @pytest.mark.parametrize(
@@ -53,3 +53,17 @@ def test_it_is_never_dearer_than_a_hundredth_unless_that_pays(
 def test_more_nodes_or_more_faults_never_make_it_more_seldom() -> None:
     intervals = [advise(0.1, 3.0, nodes).every for nodes in (1, 10, 100, 1_000, 10_000, 100_000)]
     assert intervals == sorted(intervals, reverse=True) and intervals[-1] < intervals[0]
+
+
+@pytest.mark.parametrize(
+    ("faults", "node_days", "rate"),
+    [
+        (0, 0.0, 0.004),  # what was published
+        (1, 0.0, 0.008),
+        (10, 0.1, 11.0 / 250.1),
+        (0, 1_000.0, 0.0008),
+        (1_000, 100_000.0, 0.01),  # by then it is the job's own, one in a hundred
+    ],
+)
+def test_the_fault_rate_is_learnt_from_the_job(faults: int, node_days: float, rate: float) -> None:
+    assert fault_rate(faults, node_days * DAY_S) == pytest.approx(rate, rel=3e-3)

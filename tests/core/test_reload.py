@@ -5,14 +5,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from core.world import World
 from holdfast.core import events as e
+from holdfast.core import orders as o
 from holdfast.core import records as r
 from holdfast.core.events import SessionInfo
 from holdfast.core.faults import Signalled
-from holdfast.core.kept import IMAGES_MAX, SAID_EVERY_S, KeptImage, Safety
+from holdfast.core.interval import DAY_S, FAULTS_PER_NODE_DAY, fault_rate
+from holdfast.core.kept import IMAGES_MAX, SAID_EVERY_S, KeptImage, Pacing, Safety
 from holdfast.core.ladder import FailoverStrategy, Strategy
 
 KILLED = Signalled(9, "SIGKILL")
@@ -147,3 +150,30 @@ def test_a_checkpoint_is_known_by_its_highest_step() -> None:
         world.do(e.CheckpointWritten(node_id="a", incarnation=world.life("a"), step=step, url=f"/c/step-{step}"))
     assert (world.job.checkpoint, world.job.checkpoint_url) == (10, "/c/step-10")
     assert len([record for record in world.history if isinstance(record, r.CheckpointPublished)]) == 2
+
+
+def test_the_fault_rate_follows_from_what_has_happened_to_the_job() -> None:
+    world = training()
+    before = world.order_to("a")
+    assert isinstance(before, o.Serve) and before.faults_per_node_day == FAULTS_PER_NODE_DAY
+    keep_all(world, 7)
+    world.wait(DAY_S)
+    kill_all(world)
+    after = world.order_to("a")
+    assert isinstance(after, o.Serve) and after.view > before.view
+    assert after.faults_per_node_day == pytest.approx(fault_rate(1, 2 * DAY_S)), "two nodes, a day, a fault"
+
+
+def test_how_snapshots_are_made_is_written_down_with_what_is_safe() -> None:
+    world = training()
+    for node_id, pacing in (("a", Pacing(5, False, 1.0, 0.05, 3, 1, 0)), ("b", Pacing(5, False, 1.1, 0.04, 4, 0, 2))):
+        said = world.kept(node_id, *(KeptImage(7, part, 1, 2, 1) for part in (0, 1)))
+        world.wait(SAID_EVERY_S)
+        world.do(msgspec.structs.replace(said, pacing=pacing))
+    assert world.job.pacing == Pacing(5, False, 1.0, 0.05, 7, 1, 2), "the slowest counts, numbers are added up"
+
+
+def test_messages_from_before_there_was_pacing_are_understood() -> None:
+    said = msgspec.msgpack.decode(msgspec.msgpack.encode(e.StateKept(node_id="a", incarnation="a.1", images=())))
+    del said["pacing"]
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(said), type=e.StateKept).pacing == Pacing()

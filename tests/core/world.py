@@ -37,7 +37,7 @@ START = 100.0
 EXITED = Exited(1)
 SOFT_FIELDS = {"link", "store_port", "parked", "parked_at"}
 """What a node's records of connections say; a journal does not hold it."""
-SOFT_JOB_FIELDS = {"checkup", "checkups", "images", "paces", "pace_norm", "slow"}
+SOFT_JOB_FIELDS = {"checkup", "checkups", "images", "paces", "pace_norm", "pacings", "slow"}
 """How fast workers are: known again a few seconds after a restart of the master."""
 
 _encode = msgspec.json.Encoder().encode

@@ -23,7 +23,7 @@ from holdfast.wire.session import Snapshots as Settings
 from holdfast.wire.slots import ImageLock, Seat, Status, Wanted
 from holdfast.worker.collectives.talk import outside
 from holdfast.worker.memory import owners
-from holdfast.worker.memory.recalling import Choice, Key, Offer, choose, recall
+from holdfast.worker.memory.recalling import Choice, Key, Offer, Recollection, choose
 from holdfast.worker.memory.snapshots import Cut, Snapshots
 
 
@@ -101,10 +101,12 @@ def steps(vault: Vault) -> list[int]:
     return sorted(kept.record.step for kept in vault.kept())
 
 
-def recalled(vault: Vault, newer_than: int = -1, held: tuple[HeldImage, ...] | None = None) -> tuple[int, Tracked]:
+def recalled(vault: Vault, at_least: int = 0, held: tuple[HeldImage, ...] | None = None) -> tuple[int, Tracked]:
     model = torch.nn.Linear(8, 8)
     tracked = Tracked(model=model, optimizer=torch.optim.Adam(model.parameters()))
-    found = recall(vault.held() if held is None else held, 0, 1, 1, tracked, newer_than, outside())
+    memory = Recollection(vault.held() if held is None else held, 0, 1, 1, tracked, outside())
+    if (found := memory.load(at_least)) is None:
+        memory.raise_refused()
     return (found.step if found is not None else -1), tracked
 
 
@@ -183,7 +185,16 @@ def test_a_torn_image_is_nothing(vault: Vault) -> None:
     slot = next(kept.slot for kept in vault.kept() if kept.record.step == 7)
     record = seat(vault).record(slot)
     seat(vault).write(slot, record._replace(status=Status.WRITING))
-    assert recalled(vault)[0] == 6 and recalled(vault, newer_than=6)[0] == -1
+    assert recalled(vault)[0] == 6 and recalled(vault, at_least=7)[0] == -1
+    life.snapshots.close()
+
+
+def test_where_faults_are_frequent_copies_are_too(vault: Vault) -> None:
+    life = Life(vault, 1, every=0).run_to(3)
+    life.snapshots._step_s, life.snapshots._stall_s = 1.0, 20.0
+    seldom = life.snapshots.words(3)[2]
+    life.snapshots.faults_per_node_day = 100.0
+    assert 1 < life.snapshots.words(3)[2] < seldom
     life.snapshots.close()
 
 
@@ -202,7 +213,7 @@ def test_a_damaged_image_gives_way_to_the_one_before(vault: Vault) -> None:
     for mine, its in zip(tracked.state().tensors, life.states[6], strict=True):
         assert torch.equal(mine, its)
     with pytest.raises(CheckpointError, match="step 7 in memory"):
-        recalled(vault, newer_than=6)
+        recalled(vault, at_least=7)
     life.snapshots.close()
 
 
@@ -222,16 +233,16 @@ def offer(step: int, part: int, view: int = 1, shards: int = 1, shares: int = 2)
 
 def test_the_choice() -> None:
     rows = [[offer(9, 0), offer(8, 0)], [offer(8, 1)]]
-    assert choose(rows, -1) == Choice(Key(8, 1, 2, 1), 3, 0, {0: (0, 100), 1: (1, 100)}, {0, 1})
-    assert choose(rows, 8) is None and choose(rows, -1, [Key(8, 1, 2, 1)]) is None
-    assert choose([[offer(9, 0, view=1)], [offer(9, 1, view=2)]], -1) is None, "two histories are no state"
+    assert choose(rows, 0) == Choice(Key(8, 1, 2, 1), 3, 0, {0: (0, 100), 1: (1, 100)}, {0, 1})
+    assert choose(rows, 8) == choose(rows, 0) and choose(rows, 9) is None and choose(rows, 0, [Key(8, 1, 2, 1)]) is None
+    assert choose([[offer(9, 0, view=1)], [offer(9, 1, view=2)]], 0) is None, "two histories are no state"
     both = [[offer(9, 0), offer(9, 0, view=4, shares=1)], [offer(9, 1)]]
-    chosen = choose(both, -1)
+    chosen = choose(both, 0)
     assert chosen is not None and chosen.key.view == 4
     held = [[offer(9, 0), offer(9, 1)._replace(is_guest=1)]]
-    chosen = choose(held, -1)
+    chosen = choose(held, 0)
     assert chosen is not None and not chosen.is_intact, "the node that has made part 1 has lost it"
-    chosen = choose([*held, [offer(9, 1)]], -1)
+    chosen = choose([*held, [offer(9, 1)]], 0)
     assert chosen is not None and chosen.is_intact
 
 

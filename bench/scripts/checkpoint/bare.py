@@ -266,7 +266,8 @@ class Bare:
         )
 
         def recall() -> None:
-            assert recalling.recall([held], 0, 1, 1, tracked, -1, talk.outside()) is not None
+            memory = recalling.Recollection([held], 0, 1, 1, tracked, talk.outside())
+            assert memory.load(0) is not None
 
         found = {"memcpy_s": training.memcpy_s(1), "memcpy_2_s": training.memcpy_s(2)}
         found["recall_s"] = timed(recall)

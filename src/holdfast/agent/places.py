@@ -46,4 +46,5 @@ def place_in(order: Serve, local_rank: int, *, newcomer: bool, begun: int, whole
         dump=checkpoint_dir if order.strategy is Strategy.DUMP else "",
         weights=order.weights,
         run=order.run,
+        faults_per_node_day=order.faults_per_node_day,
     )

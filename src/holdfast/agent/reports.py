@@ -32,7 +32,7 @@ from holdfast.core.events import (
     WorkerSucceeded,
 )
 from holdfast.core.faults import Failure
-from holdfast.core.kept import KeptImage
+from holdfast.core.kept import KeptImage, Pacing
 from holdfast.wire.session import Interrupted, Numbers, Shards, Skipped
 
 SHARD_REPORTS_WAITING_MAX = 10_000
@@ -159,9 +159,9 @@ class Reports:
             DataAnnounced(node_id=self._node_id, incarnation=self._incarnation(), view=view, sources=sources)
         )
 
-    def kept(self, images: tuple[KeptImage, ...]) -> None:
+    def kept(self, images: tuple[KeptImage, ...], pacing: Pacing) -> None:
         """What is in this node's memory."""
-        self._send(StateKept(node_id=self._node_id, incarnation=self._incarnation(), images=images))
+        self._send(StateKept(node_id=self._node_id, incarnation=self._incarnation(), images=images, pacing=pacing))
 
     def checkpointed(self, step: int, url: str) -> None:
         """A checkpoint is complete."""

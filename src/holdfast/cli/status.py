@@ -32,7 +32,7 @@ from holdfast.observe.jobs import find_journal, is_held_here
 from holdfast.observe.nodes import NodeSummary
 from holdfast.observe.outputs import listed
 from holdfast.observe.source import JournalSource, Source, follow, read
-from holdfast.observe.summary import Summary, summarise
+from holdfast.observe.summary import StateSummary, Summary, summarise
 from holdfast.observe.words import duration, moment, plain
 
 if TYPE_CHECKING:
@@ -226,6 +226,7 @@ def render(summary: Summary) -> RenderableType:
         parts += ["", *check_table(summary.check)]
     if state := _state(summary):
         parts += ["", Text(state)]
+        parts += [Text(_pacing(summary.state))] if summary.state.pacing.every else []
     if summary.streams:
         parts += ["", *_streams(summary)]
     if summary.incidents:
@@ -277,6 +278,14 @@ def _state(summary: Summary) -> str:
     age = f" ({duration(summary.read_at - state.said_at)} ago)" if state.said_at else ""
     where = f"; {state.storage_url}" if state.storage_url else ""
     return plain(f"state: {said}{age}{where}")
+
+
+def _pacing(state: StateSummary) -> str:
+    """How often the state is copied, why, and what came of it."""
+    pacing = state.pacing
+    often = "after every step" if pacing.every == 1 else f"every {pacing.every} steps"
+    counts = f"{pacing.taken:,} taken, {pacing.skipped:,} skipped, {pacing.spoiled:,} spoiled"
+    return plain(f"snapshots: {often} ({state.pacing_why}); {counts}")
 
 
 def _streams(summary: Summary) -> list[Text]:

@@ -24,7 +24,7 @@ from holdfast.core import leases, ledger
 from holdfast.core import records as r
 from holdfast.core.faults import TRACEBACK_CHARS_MAX, Failure
 from holdfast.core.health import checkup
-from holdfast.core.kept import IMAGES_MAX, SAID_EVERY_S, KeptImage, safety
+from holdfast.core.kept import IMAGES_MAX, SAID_EVERY_S, safety, together
 from holdfast.core.state import Draining, Finished, Incident, Job, Linked, Lost, Node, Present, Serving, Unlinked
 from holdfast.core.troubles import seats_without
 
@@ -66,8 +66,8 @@ def decide(job: Job, event: e.Event, now: float) -> list[r.Record]:
         case e.SparesChanged(node_id=node_id, incarnation=incarnation, parked=parked):
             node = job.live(node_id, incarnation)
             return _spares(node, parked, now) if node else []
-        case e.StateKept(node_id=node_id, incarnation=incarnation, images=images):
-            return _kept(job, node_id, images, now) if job.live(node_id, incarnation) else []
+        case e.StateKept(node_id=node_id, incarnation=incarnation):
+            return _kept(job, event, now) if job.live(node_id, incarnation) else []
         case e.CheckpointWritten(node_id=node_id, incarnation=incarnation, step=step, url=url):
             is_news = job.live(node_id, incarnation) is not None and step > job.checkpoint
             return [r.CheckpointPublished(at=now, step=step, url=url)] if is_news else []
@@ -278,14 +278,18 @@ def _offer(job: Job, node_id: str, incarnation: str, port: int, now: float) -> l
     return [r.StoreReady(at=now, node_id=node_id, port=port)] if port not in (0, taken) else []
 
 
-def _kept(job: Job, node_id: str, images: tuple[KeptImage, ...], now: float) -> list[r.Record]:
+def _kept(job: Job, said: e.StateKept, now: float) -> list[r.Record]:
     """What is safe goes to the journal now and then only: it changes with every step."""
-    records: list[r.Record] = [r.StateNoted(at=now, node_id=node_id, images=images[:IMAGES_MAX])]
+    node_id, images = said.node_id, said.images
+    records: list[r.Record] = [
+        r.StateNoted(at=now, node_id=node_id, images=images[:IMAGES_MAX], pacing=said.pacing)
+    ]
     if now - job.safety_at >= SAID_EVERY_S:
         alive = {name: held for name, held in job.images.items() if (node := job.nodes.get(name)) and node.alive}
         found = safety({**alive, node_id: images}, job.checkpoint)
         if found != job.safety:
-            records.append(r.StateSafe(at=now, safety=found))
+            pacings = {name: one for name, one in job.pacings.items() if name in alive} | {node_id: said.pacing}
+            records.append(r.StateSafe(at=now, safety=found, pacing=together(pacings.values())))
     return records
 
 

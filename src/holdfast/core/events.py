@@ -7,7 +7,7 @@ import msgspec
 from holdfast.core.faults import Failure
 from holdfast.core.health.findings import CheckResult
 from holdfast.core.health.reputation import Repute
-from holdfast.core.kept import KeptImage
+from holdfast.core.kept import KeptImage, Pacing
 from holdfast.core.leases import Lease, Trouble
 
 
@@ -267,6 +267,7 @@ class StateKept(msgspec.Struct, frozen=True, kw_only=True, tag="state-kept"):
     node_id: str
     incarnation: str
     images: tuple[KeptImage, ...]
+    pacing: Pacing = Pacing()
 
 
 class CheckpointWritten(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoint-written"):

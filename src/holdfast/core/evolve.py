@@ -12,6 +12,7 @@ from holdfast.core import records as r
 from holdfast.core.blame import doubtful_nodes, note
 from holdfast.core.copies import Holder, Seats, layout_of, reseat
 from holdfast.core.health import checkup
+from holdfast.core.interval import fault_rate
 from holdfast.core.invariants import check_after
 from holdfast.core.ladder import Strategy
 from holdfast.core.placement import Site, parity_groups, place
@@ -134,10 +135,10 @@ def _apply(job: Job, record: r.Record) -> None:
             job.nodes[node_id].store_port = port
         case r.SparesKnown(at=at, node_id=node_id, parked=parked):
             job.nodes[node_id].parked, job.nodes[node_id].parked_at = parked, at
-        case r.StateNoted(node_id=node_id, images=images):
-            job.images[node_id] = images
-        case r.StateSafe(at=at, safety=safety):
-            job.safety, job.safety_at = safety, at
+        case r.StateNoted(node_id=node_id, images=images, pacing=pacing):
+            job.images[node_id], job.pacings[node_id] = images, pacing
+        case r.StateSafe(at=at, safety=safety, pacing=pacing):
+            job.safety, job.safety_at, job.pacing = safety, at, pacing
         case r.CheckpointPublished(step=step, url=url):
             job.checkpoint, job.checkpoint_url = step, url
         case r.NodeRefused():
@@ -163,6 +164,7 @@ def _begin_term(job: Job, record: r.TermBegan) -> None:
 def _join(job: Job, record: r.NodeJoined) -> None:
     job.nodes.pop(record.node_id, None)
     job.images.pop(record.node_id, None)
+    job.pacings.pop(record.node_id, None)
     job.nodes[record.node_id] = Node(
         node_id=record.node_id,
         incarnation=record.incarnation,
@@ -211,6 +213,9 @@ def _form_view(job: Job, record: r.ViewFormed) -> None:
     staying = {m.node_id for m in view.members}
     leaving = {m.node_id: m.incarnation for m in job.members.values() if m.node_id not in staying}
     job.released = leaving if view.kept and view.planned else {}
+    if job.view is not None:
+        job.node_s += len(job.view.members) * max(record.at - job.formed_at, 0.0)
+    job.faults_per_node_day = fault_rate(job.faults, job.node_s)
     job.view, job.formed_at, job.layout = view, record.at, None
     job.formed_times = [*job.formed_times[-FORMED_KEPT_MAX + 1 :], record.at]
     job.members = {m.node_id: m for m in view.members}
@@ -335,6 +340,7 @@ def _forget_holder(job: Job, node_id: str, local_rank: int, number: int) -> None
 
 def _open_incident(job: Job, record: r.IncidentOpened) -> None:
     job.incidents_opened = record.number
+    job.faults += record.kind != "planned"
     job.incident = Incident(
         number=record.number,
         kind=record.kind,

@@ -7,8 +7,11 @@ assumes that nothing else is lost with a fault, and holds while the interval is 
 On few nodes faults are so rare that the optimum is minutes, whatever a copy costs. Nobody likes to lose minutes: as
 long as copies take no more than a hundredth of the time, they are made more often than that.
 
-What the fault rate is, nobody knows before the job has run: the default is the middle of what large installations have
-published, 2 to 7 faults a day and thousand nodes.
+What the fault rate is, nobody knows before the job has run: one begins with the middle of what large installations have
+published, 2 to 7 faults a day and thousand nodes, and learns from the job itself. What was published counts for as much
+as PRIOR_NODE_DAYS of the job's own, the time in which it expects one fault. So a fault in the first hour doubles the
+rate, ten of them make it eleven times as high, and a thousand nodes that run for a day without any make it a fifth. (It
+is the mean of a gamma distribution, as it follows from one fault in that time and from those that came.)
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import msgspec
 FREE_SHARE = 0.01
 """Of a step's time. A copy that costs less is made after every step."""
 FAULTS_PER_NODE_DAY = 0.004
+PRIOR_NODE_DAYS = 1.0 / FAULTS_PER_NODE_DAY
 DAY_S = 86_400.0
 EVERY_MAX = 1_000_000
 
@@ -29,6 +33,12 @@ class Advice(msgspec.Struct, frozen=True):
 
     every: int
     why: str
+
+
+def fault_rate(faults: int, node_s: float) -> float:
+    """Faults a node and day: what was published, and what the job has seen in so many seconds of its nodes."""
+    prior = FAULTS_PER_NODE_DAY * PRIOR_NODE_DAYS
+    return (prior + faults) / (PRIOR_NODE_DAYS + max(node_s, 0.0) / DAY_S)
 
 
 def advise(

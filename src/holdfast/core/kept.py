@@ -43,6 +43,22 @@ class KeptImage(msgspec.Struct, frozen=True, array_like=True):
     """It is there if so many nodes say so: each has its piece of the parity."""
 
 
+class Pacing(msgspec.Struct, frozen=True, array_like=True):
+    """How snapshots are made: of one node, or of all together."""
+
+    every: int = 0
+    """Steps; 0: there are none yet."""
+    is_asked: bool = False
+    """By --snapshots, and not by advice (interval.py)."""
+    step_s: float = 0.0
+    stall_s: float = 0.0
+    """How long a step takes, and how long a snapshot keeps it waiting."""
+    taken: int = 0
+    skipped: int = 0
+    spoiled: int = 0
+    """How many there were; left out as no room was free; given up as the state changed under the copy."""
+
+
 class Safety(msgspec.Struct, frozen=True):
     """Steps; -1: none."""
 
@@ -78,6 +94,20 @@ def whole_at_least(images: Iterable[KeptImage]) -> int:
     named = (step for (step, cut), found in there.items() if len(found) >= cut.parts)
     by_the_rule = (min(parts.values()) for cut, parts in newest.items() if len(parts) >= cut.parts)
     return max((*named, *by_the_rule), default=-1)
+
+
+def together(pacings: Iterable[Pacing]) -> Pacing:
+    """Of several workers or nodes: the slowest counts, numbers are added up."""
+    found = [one for one in pacings if one.every]
+    if not found:
+        return Pacing()
+    slowest = max(found, key=lambda one: one.stall_s)
+    return msgspec.structs.replace(
+        slowest,
+        taken=sum(one.taken for one in found),
+        skipped=sum(one.skipped for one in found),
+        spoiled=sum(one.spoiled for one in found),
+    )
 
 
 def safety(images: Images, storage: int) -> Safety:

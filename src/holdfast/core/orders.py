@@ -10,6 +10,7 @@ from holdfast.core.events import SessionInfo
 from holdfast.core.faults import Failure
 from holdfast.core.health import checkup
 from holdfast.core.health.findings import CheckTask
+from holdfast.core.interval import FAULTS_PER_NODE_DAY
 from holdfast.core.ladder import Strategy
 from holdfast.core.planned import may_resize
 from holdfast.core.plans import is_member, standby
@@ -71,6 +72,8 @@ class Serve(msgspec.Struct, frozen=True, kw_only=True, tag="serve"):
     """Of all ranks' shares of the global batch; empty: all alike."""
     run: str = ""
     """Which run of the job this is: another one of the same name, with a journal of its own, has another."""
+    faults_per_node_day: float = FAULTS_PER_NODE_DAY
+    """Of this job, for those who choose how often to copy the state."""
 
 
 class Hold(msgspec.Struct, frozen=True, kw_only=True, tag="hold"):
@@ -241,6 +244,7 @@ def _serve(job: Job, view: View, member: Member) -> Serve:
         parity=_peers(job, job.parity.get(member.node_id, ())),
         weights=view.weights,
         run=_run(job),
+        faults_per_node_day=job.faults_per_node_day,
     )
 
 

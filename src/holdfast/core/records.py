@@ -15,7 +15,7 @@ from holdfast.core.events import DataSource, NodeInfo, Pace, Part, SessionInfo, 
 from holdfast.core.faults import Failure
 from holdfast.core.health.findings import CheckResult, CheckTask, LinkVerdict, NodeVerdict, Norm
 from holdfast.core.health.reputation import Repute
-from holdfast.core.kept import KeptImage, Safety
+from holdfast.core.kept import KeptImage, Pacing, Safety
 from holdfast.core.ladder import Strategy as Strategy
 from holdfast.core.leases import Lease, Trouble
 from holdfast.core.settings import Settings
@@ -396,6 +396,7 @@ class StateSafe(msgspec.Struct, frozen=True, kw_only=True, tag="state-safe"):
 
     at: float
     safety: Safety
+    pacing: Pacing = Pacing()
 
 
 class LinkLost(msgspec.Struct, frozen=True, kw_only=True, tag="link-lost"):
@@ -425,6 +426,7 @@ class StateNoted(msgspec.Struct, frozen=True, kw_only=True, tag="state-noted"):
     at: float
     node_id: str
     images: tuple[KeptImage, ...]
+    pacing: Pacing = Pacing()
 
 
 class SamplesNoted(msgspec.Struct, frozen=True, kw_only=True, tag="samples-noted"):

@@ -12,7 +12,8 @@ from holdfast.core.events import NodeInfo, SessionInfo, Stumble
 from holdfast.core.faults import Failure
 from holdfast.core.health.findings import Norm, Stage
 from holdfast.core.health.reputation import LAST_RESORT, Repute
-from holdfast.core.kept import KeptImage, Safety
+from holdfast.core.interval import FAULTS_PER_NODE_DAY
+from holdfast.core.kept import KeptImage, Pacing, Safety
 from holdfast.core.ladder import Strategy
 from holdfast.core.leases import Streams
 from holdfast.core.ledger import Ledger
@@ -301,6 +302,8 @@ class Job:
     """Which shards were leased, and which could not be read."""
     images: dict[str, tuple[KeptImage, ...]] = field(default_factory=dict)
     """By node that is alive: what of the state is in its memory."""
+    pacings: dict[str, Pacing] = field(default_factory=dict)
+    """By node: how its snapshots are made."""
     checkpoint: int = -1
     """The step of the newest checkpoint of this job."""
     checkpoint_url: str = ""
@@ -309,6 +312,8 @@ class Job:
     safety: Safety = Safety()
     """As last written down."""
     safety_at: float = 0.0
+    pacing: Pacing = Pacing()
+    """Of all nodes, written down with it."""
     noted: list[Noted] = field(default_factory=list)
     """The last failures, in short."""
     paces: dict[tuple[str, int], float] = field(default_factory=dict)
@@ -336,6 +341,12 @@ class Job:
     incident: Incident | None = None
     incidents: list[IncidentClosed] = field(default_factory=list)
     incidents_opened: int = 0
+    faults: int = 0
+    """How many of them were not by request."""
+    node_s: float = 0.0
+    """How long nodes were in views before the one in force, all together."""
+    faults_per_node_day: float = FAULTS_PER_NODE_DAY
+    """As far as it was known when the view in force was formed."""
 
     @property
     def is_through(self) -> bool:

@@ -13,7 +13,8 @@ import msgspec
 
 from holdfast.core import records as r
 from holdfast.core.faults import Failure, describe
-from holdfast.core.kept import Safety
+from holdfast.core.interval import advise
+from holdfast.core.kept import Pacing, Safety
 from holdfast.core.leases import StreamState, Trouble
 from holdfast.core.sentences import phase_durations, receipt
 from holdfast.core.state import Finished, Gathering, Incident, Job, Serving
@@ -89,6 +90,10 @@ class StateSummary(msgspec.Struct, frozen=True, kw_only=True):
     storage_url: str
     said_at: float
     """When memory was told of; 0: never."""
+    pacing: Pacing = Pacing()
+    """How snapshots are made, told with it."""
+    pacing_why: str = ""
+    """Why as often as that."""
 
 
 class Ending(msgspec.Struct, frozen=True, kw_only=True):
@@ -168,14 +173,23 @@ def summarise(entries: Sequence[Entry], now: float, *, master_seen: bool) -> Sum
 
 def _state(job: Job) -> StateSummary:
     """Memory only while the job lives: it goes with it."""
-    safety = Safety() if isinstance(job.phase, Finished) else job.safety
+    is_over = isinstance(job.phase, Finished)
+    safety, pacing = (Safety(), Pacing()) if is_over else (job.safety, job.pacing)
     return StateSummary(
         memory=safety.memory,
         elsewhere=safety.elsewhere,
         storage=job.checkpoint,
         storage_url=job.checkpoint_url,
         said_at=job.safety_at if safety.memory >= 0 else 0.0,
+        pacing=pacing,
+        pacing_why=_why(pacing, job) if pacing.every else "",
     )
+
+
+def _why(pacing: Pacing, job: Job) -> str:
+    if pacing.is_asked:
+        return "as --snapshots says"
+    return advise(pacing.step_s, pacing.stall_s, len(job.members), job.faults_per_node_day).why
 
 
 def _stream(name: str, state: StreamState) -> StreamSummary:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import msgspec
 
 from holdfast.core.events import DataSource, SessionInfo
+from holdfast.core.interval import FAULTS_PER_NODE_DAY
 from holdfast.core.leases import Lease, Trouble
 
 
@@ -57,6 +58,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     """Of all ranks' shares of the global batch; empty: all alike."""
     run: str = ""
     """Which run of the job this is (`Serve.run`)."""
+    faults_per_node_day: float = FAULTS_PER_NODE_DAY
+    """Of this job, as far as it is known."""
 
 
 class Enrol(msgspec.Struct, frozen=True, tag="enrol"):

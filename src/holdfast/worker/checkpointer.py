@@ -57,10 +57,9 @@ from holdfast.wire.slots import Record
 from holdfast.worker import session
 from holdfast.worker.collectives import talk
 from holdfast.worker.line import SOCKET_VARIABLE, WORKER_VARIABLE, Line
-from holdfast.worker.memory import checkpoints
 from holdfast.worker.memory.own_keeper import OwnKeeper
-from holdfast.worker.memory.recalling import recall
 from holdfast.worker.memory.snapshots import Cut, Snapshots
+from holdfast.worker.memory.starting import find_start
 from holdfast.worker.parallel.models import shards_of
 
 log = logging.getLogger(__name__)
@@ -92,7 +91,7 @@ class Checkpointer:
         self._recalled = (-1, False)
         """The step that `load` has found in memory, on every rank."""
         self.loaded: Found | None = None
-        """What `load` has found."""
+        """What `load` has found on storage; None if it was in memory."""
 
     def save(self, step: int, *, metrics: Mapping[str, SupportsFloat] | None = None, **objects: Any) -> None:
         """Save the state before `step`: as many steps are done. What goes wrong on its way to storage is a warning, and
@@ -123,20 +122,15 @@ class Checkpointer:
 
     def _load(self, tracked: Tracked, talking: talk.Talk) -> int | None:
         shards = shards_of(tracked.modules().values())
-        trouble: CheckpointError | None = None
-        if self._line is not None:
-            (newer_than,) = talking.agree((checkpoints.newest_step(self._url),))
-            local = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-            try:
-                if recalled := recall(self._line.held(), *local, shards, tracked, newer_than, talking):
-                    self._recalled = (recalled.step, recalled.is_intact)
-                    return recalled.step
-            except CheckpointError as error:
-                trouble = error
-        self.loaded = checkpoints.restore(self._url, tracked, shards, talking)
-        if self.loaded is None and trouble is not None:
-            raise trouble  # the objects may hold a mixture: they cannot be started with
-        return self.loaded.step if self.loaded is not None else None
+        local = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        held = self._line.held() if self._line is not None else ()
+        start = find_start(self._url, held, local, tracked, shards, talking)
+        if start is None:
+            return None
+        self.loaded = start.checkpoint
+        if start.is_recalled:
+            self._recalled = (start.step, start.is_intact)
+        return start.step
 
     def load_legacy(
         self, model: Module, optimizer: Optimizer | None = None, directory: str | os.PathLike[str] = ""

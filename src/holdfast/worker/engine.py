@@ -30,7 +30,7 @@ from holdfast.state.tracked import Tracked
 from holdfast.wire.progress import Phase
 from holdfast.wire.session import Closed, Committed, FromWorker, Joined, Ready
 from holdfast.worker import elastic, feeds
-from holdfast.worker.collectives import groups
+from holdfast.worker.collectives import groups, talk
 from holdfast.worker.guards import Guards
 from holdfast.worker.launch import Launch
 from holdfast.worker.membership import bare
@@ -111,7 +111,10 @@ class Engine:
     def _restore(self) -> bool:
         """All ranks together. Whether there was something."""
         place = self.membership.place if self.membership else None
-        found = find_start(self._launched.checkpoint_dir, self._line, place, self._tracked, self._shards)
+        local = (place.local_rank, place.local_world_size) if place is not None else (0, 1)
+        held = self._line.held() if self._line is not None and place is not None else ()
+        url, talking = self._launched.checkpoint_dir, talk.in_session()
+        found = find_start(url, held, local, self._tracked, self._shards, talking)
         if found is None:
             return False
         self.next_step, self._seed, self._first_step = found.step, found.seed, found.step
@@ -222,6 +225,7 @@ class Engine:
             cut = Cut(self._shards, place.world_size // self._shards, place.rank)
             told_whole = -1 if settlement.is_start else place.whole  # who starts anew has gone back, or knows better
             self._snapshots.enter(cut, place.view, self.seed, self._first_step, place.group_world_size, told_whole)
+            self._snapshots.faults_per_node_day = place.faults_per_node_day
         self._is_filled = True
         self.transaction.updated_before = not self._tracked.is_accumulating
         self._page.move(view=place.view, step=self.next_step, phase=Phase.BETWEEN)

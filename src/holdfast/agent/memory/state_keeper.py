@@ -27,14 +27,14 @@ from holdfast.agent.replicas.guests import Held as Guest
 from holdfast.agent.replicas.replication import NoImages, Replication
 from holdfast.agent.reports import Reports
 from holdfast.agent.workers import Worker
-from holdfast.core.kept import KeptImage
+from holdfast.core.kept import KeptImage, Pacing, together
 from holdfast.core.orders import Serve
 from holdfast.errors import HoldfastError
 from holdfast.storage.catalogue import Catalogue
 from holdfast.storage.stores import open_store
 from holdfast.wire.bulk import Label
 from holdfast.wire.session import Held, Sealed, Written
-from holdfast.wire.slots import Record, word
+from holdfast.wire.slots import Record, Seat, word
 
 COPIES_PATIENCE_S = 30.0
 """How long a snapshot waits for other nodes to have it before the next ones are taken without."""
@@ -131,6 +131,10 @@ class StateKeeper:
         if worker.seat is not None:
             self._beside(self._make_room(worker, self._room_of(worker, worker.seat), size_bytes))
 
+    def _pacing(self, page: Seat) -> Pacing:
+        every, cost_ns, step_ns, *counts = map(page.get, ("every", "cost_ns", "step_ns", "taken", "skipped", "spoiled"))
+        return Pacing(every, self._config.snapshots.every > 0, step_ns / 1e9, cost_ns / 1e9, *counts)
+
     def _room_of(self, worker: Worker, seat: int) -> int:
         """The one it has; else that of its seat, or the first that nobody lives in: one who has closed up to a lower
         seat is still in the room of its old one."""
@@ -185,7 +189,7 @@ class StateKeeper:
         )
         if images != self._said or (again and images):
             self._said = images
-            self._reports.kept(images)
+            self._reports.kept(images, together(self._pacing(page) for _, page in self.vault.seats()))
 
     def tell_held(self, worker: Worker, request: int) -> None:
         """What is here to start from: of this node's seats, and of other nodes."""

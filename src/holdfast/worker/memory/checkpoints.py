@@ -4,7 +4,7 @@ Written by the survivors of a job that cannot go on: each shard by the lowest ra
 that keeps its replica. When all are through, rank 0 publishes. (Everything else that becomes a checkpoint is written by
 the agents, from snapshots.)
 
-Read at the start of a job: the newest that every rank can load. One that is damaged for one rank is passed over by all.
+Read at the start of a job (starting.py): one that is damaged for one rank is passed over by all.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from holdfast.state.tracked import Tracked
 from holdfast.state.tree import Flat
 from holdfast.storage.catalogue import Catalogue, Found
 from holdfast.storage.manifest import About
-from holdfast.storage.stores import open_store
+from holdfast.storage.stores import Store, open_store
 from holdfast.storage.writing import Writing
 from holdfast.wire.session import Place
 from holdfast.worker.collectives import groups
 from holdfast.worker.collectives.talk import Talk
 
+ASKING_PATIENCE_S = 5.0
+"""For a store that is away, when its newest step is only to be compared with what is in memory already."""
 SHARDS_A_RANK_MAX = 16
 """How many shards one rank may offer to write: its own, and the replicas it keeps."""
 
@@ -66,55 +68,20 @@ def _ours(held: Mapping[int, Flat], rank: int) -> list[int]:
 # --- reading
 
 
-def newest(url: str, before: int | None = None) -> Found | None:
-    """The newest that can be opened, of a step below `before`; what is wrong with newer ones is said."""
-    catalogue = Catalogue(open_store(url))
-    for step in catalogue.shelf.steps():
-        if before is not None and step >= before:
-            continue
-        try:
-            return catalogue.open(step)
-        except StorageError:
-            raise
-        except CheckpointError as error:
-            log.warning("checkpoint passed over: %s", error)
-    return None
-
-
 def newest_step(url: str) -> int:
     """Of the newest that can be opened; -1 if there is none, or if storage cannot be asked: what is in memory is good
-    without it."""
+    without it, so nobody waits long for storage that is away."""
     try:
-        found = newest(url)
+        return _newest(open_store(url, ASKING_PATIENCE_S))
     except StorageError as error:
         log.warning("storage cannot be asked for checkpoints: %s", error)
         return -1
-    return found.step if found is not None else -1
 
 
-def restore(url: str, tracked: Tracked, shards: int, talk: Talk) -> Found | None:
-    """Load the newest checkpoint there is, whatever world wrote it; None if there is none. All ranks together: what one
-    of them cannot load, nobody uses. CheckpointError if there are some and none can be used: who began anew would
-    believe that there was none. StorageError if storage cannot be reached: it says nothing about what lies there."""
-    before: int | None = None
-    while (step := _agreed_step(url, before, talk)) >= 0:
-        found, trouble = _try_to_load(url, step, tracked, talk.rank, shards)
-        is_bad, is_away = talk.agree((int(trouble is not None), int(_is_away(trouble))))
-        if is_away:
-            raise StorageError(f"the checkpoint of step {step} cannot be read: {trouble or 'another rank says so'}")
-        if not is_bad:
-            return found
-        log.warning("checkpoint of step %d passed over: %s", step, trouble or "another rank cannot load it")
-        before = step
-    if talk.agree((int(bool(Catalogue(open_store(url)).shelf.steps())),))[0]:
-        raise CheckpointError(f"{url} has no checkpoint that every rank can load: see the warnings above")
-    return None
-
-
-def _agreed_step(url: str, before: int | None, talk: Talk) -> int:
-    """The newest that every rank sees; -1 if there is none."""
-    found = newest(url, before)
-    step = found.step if found is not None else -1
+def agreed_step(url: str, before: int | None, talk: Talk) -> int:
+    """Of the newest that every rank sees, below `before`; -1 if there is none. StorageError if storage cannot be
+    reached: it says nothing about what lies there."""
+    step = _newest(open_store(url), before)
     highest, lowest = talk.agree((step, -step))
     if -lowest < 0 <= highest:
         raise SettleError(
@@ -122,6 +89,41 @@ def _agreed_step(url: str, before: int | None, talk: Talk) -> int:
             " storage they share"
         )
     return -lowest
+
+
+def restore(url: str, step: int, tracked: Tracked, shards: int, talk: Talk) -> Found | None:
+    """Load the checkpoint of this step, whatever world wrote it; None if one of the ranks cannot, so that nobody uses
+    it. All ranks together. StorageError if storage cannot be reached."""
+    found, trouble = _try_to_load(url, step, tracked, talk.rank, shards)
+    is_bad, is_away = talk.agree((int(trouble is not None), int(_is_away(trouble))))
+    if is_away:
+        raise StorageError(f"the checkpoint of step {step} cannot be read: {trouble or 'another rank says so'}")
+    if not is_bad:
+        return found
+    log.warning("checkpoint of step %d passed over: %s", step, trouble or "another rank cannot load it")
+    return None
+
+
+def raise_unusable(url: str, talk: Talk) -> None:
+    """CheckpointError if there are checkpoints, and none could be used: who began anew would believe that there was
+    none."""
+    if talk.agree((int(bool(Catalogue(open_store(url)).shelf.steps())),))[0]:
+        raise CheckpointError(f"{url} has no checkpoint that every rank can load: see the warnings above")
+
+
+def _newest(store: Store, before: int | None = None) -> int:
+    """The step of the newest that can be opened; what is wrong with newer ones is said."""
+    catalogue = Catalogue(store)
+    for step in catalogue.shelf.steps():
+        if before is not None and step >= before:
+            continue
+        try:
+            return catalogue.open(step).step
+        except StorageError:
+            raise
+        except CheckpointError as error:
+            log.warning("checkpoint passed over: %s", error)
+    return -1
 
 
 def _is_away(trouble: Exception | None) -> bool:

@@ -5,10 +5,12 @@ all together:
 
     1  everybody says which images it can offer; those of one node are shared out among its workers (one gather)
     2  the newest step is chosen of which all parts of one cut are on offer
-    3  what a worker needs and its own node has not, is sent to it, part by part, by the worker that offers it
+    3  what a worker needs and its own node has not, is sent to it, part by part, by the worker that offers it: first
+       the checksums of its blocks, where they are known, then the part. Who gets it compares them
     4  everybody loads: its own shard, if the world is cut as before, or what it needs of all
 
-If one of them cannot load what it got, nobody uses it: the step before it, then a checkpoint, are the next best.
+If one of them cannot load what it got, nobody uses it: the step before it is the next best, of memory or of storage
+(starting.py).
 Parts of one step belong together only if they were copied in the same view: a step that was gone back from is made
 again, and need not come out the same.
 """
@@ -18,7 +20,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +31,7 @@ import torch.distributed as dist
 from holdfast.errors import CheckpointError, StateError
 from holdfast.state.parts import FilePart, MemoryPart, PartSource, load_parts
 from holdfast.state.tracked import Tracked
+from holdfast.storage.image import BLOCK_BYTES
 from holdfast.wire.session import HeldImage
 from holdfast.wire.slots import ImageLock, Seat, Status
 from holdfast.worker.collectives.talk import Talk
@@ -84,35 +87,51 @@ class Choice(NamedTuple):
         return self.key.step
 
 
-def recall(
-    held: Sequence[HeldImage],
-    local_rank: int,
-    local_world_size: int,
-    shards: int,
-    tracked: Tracked,
-    newer_than: int,
-    talk: Talk,
-) -> Choice | None:
-    """Load the newest state that is whole in the nodes' memory, if it is of a later step than `newer_than`. All ranks
-    at once. None: there is none. Raises CheckpointError if there is one that could not be loaded, on any rank: then the
-    objects may hold a mixture, and must be loaded from another source."""
-    mine = sorted(held, key=lambda one: one.path)
-    offered = [one for index, one in enumerate(mine) if index % local_world_size == local_rank][:OFFERS_MAX]
-    rows = [_offers(row) for row in talk.gather(_words(offered))]
-    refused: dict[Key, str] = {}
-    while (choice := choose(rows, newer_than, refused)) is not None:
-        trouble = _load(choice, mine, shards, tracked, talk)
-        if not talk.agree((int(bool(trouble)),))[0]:
-            return choice
-        refused[choice.key] = trouble or "another rank cannot load it"
-        log.warning("step %d in memory cannot be used: %s", choice.step, refused[choice.key])
-    if refused:
-        raise CheckpointError("; ".join(f"step {key.step} in memory: {why}" for key, why in refused.items()))
-    return None
+class Recollection:
+    """What is in the nodes' memory, as all ranks know it. Each of its methods is called by all ranks at once."""
+
+    def __init__(
+        self,
+        held: Iterable[HeldImage],
+        local_rank: int,
+        local_world_size: int,
+        shards: int,
+        tracked: Tracked,
+        talk: Talk,
+    ) -> None:
+        """`held`: the images that this node has. `shards`: into how many the objects that are tracked are cut."""
+        self._mine = sorted(held, key=lambda one: one.path)
+        self._shards, self._tracked, self._talk = shards, tracked, talk
+        offered = [one for index, one in enumerate(self._mine) if index % local_world_size == local_rank]
+        self._rows = [_offers(row) for row in talk.gather(_words(offered[:OFFERS_MAX]))]
+        self._refused: dict[Key, str] = {}
+
+    @property
+    def has_some(self) -> bool:
+        """Whether there is a whole state that nobody has refused yet."""
+        return choose(self._rows, 0, self._refused) is not None
+
+    def load(self, at_least: int) -> Choice | None:
+        """Load the newest state, if there is one before this step or a later one that every rank can load. After a
+        None the objects may hold a mixture, if some were refused, and must be loaded from another source."""
+        while (choice := choose(self._rows, at_least, self._refused)) is not None:
+            trouble = _load(choice, self._mine, self._shards, self._tracked, self._talk)
+            if not self._talk.agree((int(bool(trouble)),))[0]:
+                return choice
+            self._refused[choice.key] = trouble or "another rank cannot load it"
+            log.warning("step %d in memory cannot be used: %s", choice.step, self._refused[choice.key])
+        return None
+
+    def raise_refused(self) -> None:
+        """CheckpointError if there were some that could not be loaded."""
+        if self._refused:
+            said = (f"step {key.step} in memory: {why}" for key, why in self._refused.items())
+            raise CheckpointError("; ".join(said))
 
 
-def choose(rows: Sequence[Sequence[Offer]], newer_than: int, refused: Collection[Key] = ()) -> Choice | None:
-    """The newest step of which every part is on offer; of two cuts of it, the later. The same on every rank."""
+def choose(rows: Sequence[Sequence[Offer]], at_least: int, refused: Collection[Key] = ()) -> Choice | None:
+    """The newest step, from `at_least` on, of which every part is on offer; of two cuts of it, the later. The same on
+    every rank."""
     found: dict[Key, Choice] = {}
     for rank, row in enumerate(rows):
         for offer in row:
@@ -124,7 +143,7 @@ def choose(rows: Sequence[Sequence[Offer]], newer_than: int, refused: Collection
     whole = [
         one
         for key, one in found.items()
-        if len(one.servers) == key.shards * key.shares and key.step > newer_than and key not in refused
+        if len(one.servers) == key.shards * key.shares and key.step >= at_least and key not in refused
     ]
     return max(whole, key=lambda one: (one.step, one.key.view, one.key.shards, one.key.shares), default=None)
 
@@ -135,23 +154,23 @@ def _load(choice: Choice, mine: Sequence[HeldImage], shards: int, tracked: Track
     here = {one.part: one for one in mine if Key(one.step, one.shards, one.shares, one.view) == key}
     needed = _needed(choice, shards, talk.rank)
     with ExitStack() as stack:
-        mapped: dict[int, mmap.mmap] = {}
+        served: dict[int, Served] = {}
         try:
             for part, image in here.items():
                 is_served = choice.servers[part][0] == talk.rank and talk.size > 1
                 if part in needed or is_served:
                     _lock(image, stack)
                 if is_served:
-                    mapped[part] = _mapped(image)
+                    served[part] = _served(image)
         except (CheckpointError, OSError) as error:
             trouble = str(error)
         if talk.agree((int(bool(trouble)),))[0]:  # before anybody waits for a part that will not come
             return trouble or "another rank cannot read what it has of it"
-        received = _exchange(choice, [part for part in needed if part not in here], mapped, talk)
+        received = _exchange(choice, [part for part in needed if part not in here], served, talk)
         try:
             sources: dict[int, PartSource] = {
-                part: MemoryPart(memoryview(memory), None, f"part {part} from rank {choice.servers[part][0]}")
-                for part, memory in received.items()
+                part: MemoryPart(memoryview(memory), checksums, f"part {part} from rank {choice.servers[part][0]}")
+                for part, (memory, checksums) in received.items()
             }
             for part in (part for part in needed if part in here):
                 path, checksums = Path(here[part].path), here[part].checksums or None
@@ -170,25 +189,49 @@ def _needed(choice: Choice, shards: int, rank: int) -> list[int]:
     return [part for part in sorted(choice.servers) if part % shards == rank % shards]
 
 
-def _exchange(
-    choice: Choice, missing: Sequence[int], mapped: Mapping[int, mmap.mmap], talk: Talk
-) -> dict[int, mmap.mmap]:
+class Served(NamedTuple):
+    """A part that others may want, and the checksums of its blocks, as far as they are known."""
+
+    memory: mmap.mmap
+    checksums: list[int] | None
+
+
+def _exchange(choice: Choice, missing: Sequence[int], ours: Mapping[int, Served], talk: Talk) -> dict[int, Served]:
     """The parts that we need and that are not on our node, sent by who has them."""
     rows = talk.gather([int(part in missing) for part in sorted(choice.servers)])
-    kept: list[Any] = []
-    received: dict[int, mmap.mmap] = {}
+    sent: list[Any] = []
+    received: dict[int, Served] = {}
     for index, part in enumerate(sorted(choice.servers)):
         server, size_bytes = choice.servers[part]
         receivers = [rank for rank, row in enumerate(rows) if row[index]]
         if server == talk.rank and receivers:
-            tensor = torch.frombuffer(mapped[part], dtype=torch.uint8)
-            kept += [(dist.isend(tensor, rank, tag=_TAG), tensor) for rank in receivers]
+            sent += _send(ours[part], receivers)
         elif part in missing:
-            received[part] = mmap.mmap(-1, size_bytes)
-            dist.recv(torch.frombuffer(received[part], dtype=torch.uint8), server, tag=_TAG)
-    for sending, _ in kept:
+            received[part] = _receive(server, size_bytes)
+    for sending, _ in sent:
         sending.wait()
     return received
+
+
+def _send(part: Served, receivers: Sequence[int]) -> list[tuple[Any, torch.Tensor]]:
+    """What is under way, and the tensors that must last until it is there."""
+    blocks = _blocks(len(part.memory))
+    words = [1, *part.checksums] if part.checksums else [0] * (1 + blocks)
+    tensors = torch.tensor(words), torch.frombuffer(part.memory, dtype=torch.uint8)
+    return [(dist.isend(tensor, rank, tag=_TAG), tensor) for rank in receivers for tensor in tensors]
+
+
+def _receive(server: int, size_bytes: int) -> Served:
+    words = torch.empty(1 + _blocks(size_bytes), dtype=torch.int64)
+    dist.recv(words, server, tag=_TAG)
+    memory = mmap.mmap(-1, size_bytes)
+    dist.recv(torch.frombuffer(memory, dtype=torch.uint8), server, tag=_TAG)
+    is_known, *checksums = words.tolist()
+    return Served(memory, checksums if is_known else None)
+
+
+def _blocks(size_bytes: int) -> int:
+    return -(-size_bytes // BLOCK_BYTES)
 
 
 def _lock(image: HeldImage, stack: ExitStack) -> None:
@@ -200,15 +243,21 @@ def _lock(image: HeldImage, stack: ExitStack) -> None:
         raise CheckpointError(f"{path} is being overwritten")
 
 
-def _mapped(image: HeldImage) -> mmap.mmap:
+def _served(image: HeldImage) -> Served:
     """An image to send from: as a private mapping, since what is sent must look as if it could be written to."""
+    blocks = _blocks(image.size_bytes)
+    if image.checksums and len(image.checksums) != blocks:
+        raise CheckpointError(f"{image.path} has {blocks} blocks, its checksums are of {len(image.checksums)}")
     descriptor = os.open(image.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return mmap.mmap(
+        memory = mmap.mmap(
             descriptor, image.size_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
         )
+    except ValueError as error:  # the file is shorter than that
+        raise CheckpointError(f"{image.path} cannot be read: {error}") from None
     finally:
         os.close(descriptor)
+    return Served(memory, list(image.checksums) or None)
 
 
 def _is_still(image: HeldImage, path: Path) -> bool:

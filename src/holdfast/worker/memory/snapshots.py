@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from holdfast.core.interval import advise
+from holdfast.core.interval import FAULTS_PER_NODE_DAY, advise
 from holdfast.errors import StateError
 from holdfast.state.copier import Copier, Copy, Task, Work
 from holdfast.state.parts import PartPlan, views
@@ -91,6 +91,7 @@ class Snapshots:
         self.lost: list[int] = []
         """Steps that `take` took, and that changed while they were copied."""
         self._stall_s = self._step_s = self._spent_s = 0.0
+        self.faults_per_node_day = FAULTS_PER_NODE_DAY
         self._is_usual = True
         """Whether the copy under way is like the next ones: not the first of a new plan."""
         self._began_at = 0.0
@@ -149,7 +150,7 @@ class Snapshots:
     def _interval(self) -> int:
         if self._settings.every > 0:
             return self._settings.every
-        return advise(self._step_s, self._stall_s, self._nodes).every
+        return advise(self._step_s, self._stall_s, self._nodes, self.faults_per_node_day).every
 
     def _has_last(self) -> bool:
         """Whether the last copy that all were to make in this view is whole here."""

@@ -1,15 +1,24 @@
-"""Where training begins: with what the agents have in memory, or with the last checkpoint, whichever is newer."""
+"""Where training begins: with the newest state that every rank can load, be it in the agents' memory or on storage.
+
+What is in memory is tried first, down to the step of the newest checkpoint; of the same step, memory is preferred: it
+is nearer, and it is what the job had last. Then that checkpoint. If it cannot be used either, what is in memory above
+the checkpoint before it, and so on: what is damaged costs as few steps as there are whole states.
+
+Storage that is away is waited for (stores.PATIENCE_S), unless a whole state is in memory: then it is asked for a moment
+only, and what is in memory counts as the newest.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from holdfast.errors import CheckpointError
 from holdfast.state.tracked import Tracked
-from holdfast.wire.session import Place
-from holdfast.worker.collectives import talk
-from holdfast.worker.line import Line
-from holdfast.worker.memory import checkpoints, recalling
+from holdfast.storage.catalogue import Found
+from holdfast.wire.session import HeldImage
+from holdfast.worker.collectives.talk import Talk
+from holdfast.worker.memory import checkpoints
+from holdfast.worker.memory.recalling import Choice, Recollection
 
 
 class Start(NamedTuple):
@@ -21,30 +30,34 @@ class Start(NamedTuple):
     """Out of the agents' memory."""
     is_intact: bool = False
     """And no node has lost its part."""
+    checkpoint: Found | None = None
+    """Out of storage."""
 
 
-def find_start(url: str, line: Line | None, place: Place | None, tracked: Tracked, shards: int) -> Start | None:
-    """All ranks together; None if there is nothing. Raises CheckpointError if what is in memory could not be loaded and
-    there is nothing else: the objects may hold a mixture, and cannot be started with."""
-    trouble: CheckpointError | None = None
-    if line is not None and place is not None:
-        try:
-            recalled = _recall(url, line, place, tracked, shards)
-        except CheckpointError as error:
-            trouble = error
-        else:
-            if recalled is not None:
-                return Start(recalled.step, recalled.seed, True, recalled.is_intact)
-    found = checkpoints.restore(url, tracked, shards, talk.in_session())
-    if found is not None:
-        return Start(found.step, found.about.seed, False)
-    if trouble is not None:
-        raise trouble
+def find_start(
+    url: str, held: Iterable[HeldImage], local: tuple[int, int], tracked: Tracked, shards: int, talk: Talk
+) -> Start | None:
+    """All ranks together; None if there is nothing. CheckpointError if there is something and none of it could be
+    loaded: the objects may hold a mixture, and cannot be started with. `held`: what this node has in memory. `local`:
+    our number among its workers, and theirs."""
+    memory = Recollection(held, *local, shards, tracked, talk)
+    if memory.has_some:
+        (newest,) = talk.agree((checkpoints.newest_step(url),))
+        if (choice := memory.load(newest)) is not None:
+            return _recalled(choice)
+    before: int | None = None
+    while (step := checkpoints.agreed_step(url, before, talk)) >= 0:
+        if (choice := memory.load(step)) is not None:
+            return _recalled(choice)
+        if (found := checkpoints.restore(url, step, tracked, shards, talk)) is not None:
+            return Start(step, found.about.seed, is_recalled=False, checkpoint=found)
+        before = step
+    if (choice := memory.load(0)) is not None:
+        return _recalled(choice)
+    memory.raise_refused()
+    checkpoints.raise_unusable(url, talk)
     return None
 
 
-def _recall(url: str, line: Line, place: Place, tracked: Tracked, shards: int) -> recalling.Choice | None:
-    talking = talk.in_session()
-    (newer_than,) = talking.agree((checkpoints.newest_step(url),))
-    local = place.local_rank, place.local_world_size
-    return recalling.recall(line.held(), *local, shards, tracked, newer_than, talking)
+def _recalled(choice: Choice) -> Start:
+    return Start(choice.step, choice.seed, is_recalled=True, is_intact=choice.is_intact)
