@@ -25,6 +25,7 @@ from holdfast.core.ladder import Verdict
 from holdfast.core.records import NodesChecked
 from holdfast.errors import HoldfastError
 from holdfast.journal import NodeBook, nodes
+from holdfast.master import steward
 from holdfast.master.steward import Steward
 from holdfast.monitors import ErrorMonitor, Fault, NodeFacts
 from holdfast.platforms.local import LocalPlatform
@@ -203,17 +204,65 @@ def test_whatever_goes_wrong_in_a_monitor_means_nothing_and_the_next_one_is_aske
     assert len(second.told) == 1 and list(care.platform.unschedulable()) == ["host-b"]
 
 
-def test_a_monitor_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(monitors, "TIME_LIMIT_S", 0.05)
+def test_a_monitor_that_hangs_holds_nobody_up_and_silences_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(monitors, "TIME_LIMIT_S", 0.5)
     release = threading.Event()
-    care = Care(tmp_path, Says(lambda: release.wait(60) and Verdict.CORDON), nodes=(1, 2))
-    care.do(care.world.hello("a"), care.world.hello("b"))
+    hung, other = Says(lambda: release.wait(60) and Verdict.CORDON), Says(Verdict.NORMAL)
+    care = Care(tmp_path, hung, other, nodes=(1, 3), restarts=3)
+    care.do(*(care.world.hello(name) for name in "abc"))
     try:
         care.do(care.fails("b", 3))
         assert care.platform.unschedulable() == {} and care.world.job.failed == {}
+        other.verdict = Verdict.CORDON
+        care.world.start_all()
+        care.world.now += 60
+        care.do(care.fails("c", 3))
+        assert (len(hung.told), len(other.told)) == (1, 2)
+        assert list(care.platform.unschedulable()) == ["host-c"]
     finally:
         release.set()
-        for thread in monitors._guest.stuck:
+        for thread in care.steward._monitors._seats[0][1].stuck:
+            thread.join(60)
+
+
+def test_a_platform_that_hangs_holds_up_neither_the_master_nor_the_monitors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = threading.Event()
+
+    class Hung(LocalPlatform):
+        def unschedulable(self) -> dict[str, Mark]:
+            release.wait(60)
+            return {}
+
+    monkeypatch.setattr(steward, "PLATFORM_LIMIT_S", 0.1)
+    mine = Says(Verdict.CORDON)
+    care = Care(tmp_path, mine, nodes=(1, 2))
+    care.do(care.world.hello("a"), care.world.hello("b"))
+    care.steward = Steward(care.book, Hung(tmp_path), [mine], clock=lambda: care.world.now)
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0.01)
+            turns += 1
+
+    async def ask() -> list[Event]:
+        counting = asyncio.create_task(count())
+        judged = await care.steward.judged([care.fails("b", 3)], care.world.job)
+        counting.cancel()
+        return judged
+
+    try:
+        (event,) = run(ask)
+        assert isinstance(event, WorkerFailed) and event.failure.verdict is Verdict.CORDON
+        assert mine.told == [("exited", "host-b", 0)] and turns > 10, "others were served meanwhile"
+    finally:
+        release.set()
+        for thread in care.steward._lookups.stuck:
             thread.join(60)
 
 

@@ -28,7 +28,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import structlog
 from msgspec.structs import replace
@@ -55,8 +55,9 @@ from holdfast.core.records import (
 from holdfast.core.state import Job
 from holdfast.core.troubles import listed
 from holdfast.errors import HoldfastError
+from holdfast.guests import Guest, GuestError
 from holdfast.journal import NodeBook
-from holdfast.monitors import ErrorMonitor, NodeFacts
+from holdfast.monitors import ErrorMonitor, NodeFacts, Panel
 
 if TYPE_CHECKING:
     from holdfast.platforms.base import Platform
@@ -69,6 +70,8 @@ ONE_FAULT_S = 60.0
 WHY_CHARS_MAX = 500
 
 TOLD = (Kind.CORDONED, Kind.UNCORDONED)
+
+_Found = TypeVar("_Found")
 
 log = structlog.get_logger("master")
 
@@ -83,7 +86,9 @@ class Steward:
         error_monitors: Sequence[ErrorMonitor] = (),
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._book, self._platform, self._monitors, self._clock = book, platform, error_monitors, clock
+        self._book, self._platform, self._clock = book, platform, clock
+        self._monitors = Panel(error_monitors)
+        self._lookups, self._changes = Guest("platform"), Guest("platform")
         self._calls: set[asyncio.Task[None]] = set()
 
     # --- before
@@ -93,12 +98,7 @@ class Steward:
         machines = {_machine(event) for event in events if isinstance(event, Hello)}
         if not machines:
             return events
-        try:
-            async with asyncio.timeout(LOOKUP_LIMIT_S):
-                known = await asyncio.to_thread(self._reputes, machines)
-        except TimeoutError:
-            log.error(f"what machines are known for could not be looked up in {LOOKUP_LIMIT_S:.0f} s")
-            known = {}
+        known = await self._looked_up(lambda: self._reputes(machines), LOOKUP_LIMIT_S) or {}
         return [
             replace(event, repute=known.get(_machine(event), Repute())) if isinstance(event, Hello) else event
             for event in events
@@ -106,7 +106,7 @@ class Steward:
 
     def has_to_say(self, event: Event) -> bool:
         """Whether the monitors are to be asked about this."""
-        return bool(self._monitors) and isinstance(event, WorkerFailed) and event.failure.fault is not None
+        return len(self._monitors) > 0 and isinstance(event, WorkerFailed) and event.failure.fault is not None
 
     async def judged(self, events: Sequence[Event], job: Job) -> list[Event]:
         """The same events, each failure with the verdict of the user's monitors; all of them within one time limit."""
@@ -118,22 +118,29 @@ class Steward:
 
     async def _judged(self, event: Event, job: Job, limit_s: float) -> Event:
         assert isinstance(event, WorkerFailed) and event.failure.fault is not None
-        facts = self._facts(job, event.node_id)
-        verdict = await monitors.ask(self._monitors, event.failure.fault, facts, limit_s=limit_s)
+        until = time.monotonic() + limit_s
+        facts = await self._facts(job, event.node_id, limit_s / 3)
+        verdict = await self._monitors.ask(event.failure.fault, facts, until - time.monotonic())
         if verdict is Verdict.NORMAL:
             return event
         return replace(event, failure=replace(event.failure, verdict=verdict))
 
-    def _facts(self, job: Job, node_id: str) -> NodeFacts:
+    async def _facts(self, job: Job, node_id: str, limit_s: float) -> NodeFacts:
+        """With what is known of the machine, as far as that can be had in time."""
         node = job.nodes.get(node_id)
         machine = blame.machine_of(job, node_id)
-        return NodeFacts(
-            node_id=node_id,
-            machine=machine,
-            host=node.info.host if node else "",
-            repute=self._repute(machine),
-            history=tuple(self._history(machine)),
-        )
+        known = await self._looked_up(lambda: (self._repute(machine), tuple(self._history(machine))), limit_s)
+        repute, history = known or (Repute(), ())
+        host = node.info.host if node else ""
+        return NodeFacts(node_id=node_id, machine=machine, host=host, repute=repute, history=history)
+
+    async def _looked_up(self, work: Callable[[], _Found], limit_s: float) -> _Found | None:
+        """In the book and on the platform, in a thread: a job goes on without."""
+        try:
+            return cast("_Found", await self._lookups.ask(work, limit_s))
+        except GuestError as error:
+            log.error(f"what machines are known for could not be looked up: {error}")
+            return None
 
     # --- after
 
@@ -290,10 +297,9 @@ class Steward:
             if before:
                 await asyncio.wait(before)
             try:
-                async with asyncio.timeout(PLATFORM_LIMIT_S):
-                    await asyncio.to_thread(work)
-            except Exception as error:  # a platform's library may raise anything, and no job ends for it
-                log.error(f"the platform could not {what}: {error or type(error).__name__}")
+                await self._changes.ask(work, PLATFORM_LIMIT_S)
+            except GuestError as error:  # no job ends for it
+                log.error(f"the platform could not {what}: {error}")
 
         task = asyncio.get_running_loop().create_task(run())
         self._calls.add(task)
@@ -329,7 +335,7 @@ class Steward:
         try:
             marks = self._platform.unschedulable() if self._platform else {}
             known = {*marks, *(self._book.machines() if self._book else ())}
-        except Exception as error:  # see _call
+        except Exception as error:  # a platform's library may raise anything
             log.error(f"what machines are known for could not be looked up: {error}")
             return dict.fromkeys(machines, Repute())
         now = self._clock()
