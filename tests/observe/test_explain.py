@@ -67,13 +67,23 @@ def test_a_hang_shows_every_stack_once_and_who_is_behind() -> None:
     reports = [world.stalled("a", 9, 9), world.stalled("b", 9, 8)]
     for report in reports:
         stacks = tuple(
-            msgspec.structs.replace(v, stack="in all_reduce" if v.step == 9 else "in load") for v in report.vectors
+            msgspec.structs.replace(
+                v,
+                stack="in all_reduce" if v.step == 9 else "in load",
+                log_file=f"rank-{v.rank}.log",
+                log_tail=("reading", f"shard {v.rank}"),
+            )
+            for v in report.vectors
         )
         world.do(msgspec.structs.replace(report, vectors=stacks))
     found, text = told(world)
     assert found.fault and found.fault.name == "hang"
     assert [(group.ranks, group.stack) for group in found.stacks] == [((3,), "in load"), ((0, 1, 2), "in all_reduce")]
     assert [one.rank for one in found.progress if one.is_suspect] == [3]
+    assert [(one.rank, one.node_id, one.log_tail) for one in found.hung] == [(3, "b", ("reading", "shard 3"))]
+    assert [note.node_id for note in found.nodes] == ["b"]
+    assert "rank 3 (local 1) on b has come least far\n  log: rank-3.log\n  last lines of its log:\n    reading" in text
+    assert "nodes:\n  b: machine host-b on host-b, known as good" in text and "shard 0" not in text
     assert "rank 3:\n  in load" in text and "ranks 0-2:\n  in all_reduce" in text and "← least far" in text
     assert found.outcome == "not over yet"
 

@@ -81,6 +81,9 @@ class Vector(msgspec.Struct, frozen=True, kw_only=True):
     joining: bool = False
     """Whether it waits for a view, or for the others of one: then it is not the one that keeps them waiting."""
     stack: str = ""
+    log_file: str = ""
+    log_tail: tuple[str, ...] = ()
+    """The last that it wrote there."""
 
 
 class DataSource(msgspec.Struct, frozen=True, kw_only=True):
