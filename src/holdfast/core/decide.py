@@ -30,6 +30,8 @@ from holdfast.core.troubles import seats_without
 
 MESSAGE_CHARS_MAX = 2_000
 """Of a failed step's error."""
+READINGS_MAX = 16
+"""Of a node's counters."""
 
 
 def decide(job: Job, event: e.Event, now: float) -> list[r.Record]:
@@ -84,6 +86,8 @@ def decide(job: Job, event: e.Event, now: float) -> list[r.Record]:
             return [r.PacesNoted(at=now, node_id=node_id, paces=known)]
         case e.NumbersReported():
             return _numbers(job, event, now)
+        case e.CountersRead():
+            return _counters(job, event, now)
         case e.NodeExamined():
             return checkup.decide(job, event, now)
         case e.DrainAsked(node_id=node_id, why=why):
@@ -192,6 +196,14 @@ def _session_news(
 def _shortened(vector: e.Vector) -> e.Vector:
     tail = tuple(line[:LOG_LINE_CHARS_MAX] for line in vector.log_tail[-LOG_TAIL_LINES_MAX:])
     return replace(vector, stack=vector.stack[-TRACEBACK_CHARS_MAX:], log_tail=tail)
+
+
+def _counters(job: Job, event: e.CountersRead, now: float) -> list[r.Record]:
+    """Also of a view that is over: they come when the failure may have been answered."""
+    if job.live(event.node_id, event.incarnation) is None or isinstance(job.phase, Finished):
+        return []
+    kept = tuple(reading[:LOG_LINE_CHARS_MAX] for reading in event.readings[:READINGS_MAX])
+    return [r.CountersNoted(at=now, node_id=event.node_id, view=event.view, readings=kept)]
 
 
 def _numbers(job: Job, event: e.NumbersReported, now: float) -> list[r.Record]:

@@ -335,6 +335,15 @@ class NumbersReported(msgspec.Struct, frozen=True, kw_only=True, tag="numbers-re
     outcome: str
 
 
+class CountersRead(msgspec.Struct, frozen=True, kw_only=True, tag="counters-read"):
+    """What is wrong with a node by its devices' counters, after something failed on it in the view."""
+
+    node_id: str
+    incarnation: str
+    view: int
+    readings: tuple[str, ...]
+
+
 class Pace(msgspec.Struct, frozen=True):
     """A worker's own time in a step, without what it waits for others: the median over its last steps."""
 
@@ -391,6 +400,7 @@ Event = (
     | StretchSkipped
     | StreamNews
     | NumbersReported
+    | CountersRead
     | PacesReported
     | NodeExamined
     | DrainAsked

@@ -113,7 +113,7 @@ def _apply(job: Job, record: r.Record) -> None:
             stragglers.note(job, record)
         case r.StragglerFound(node_id=node_id, local_rank=local_rank, own_s=own_s, usual_s=usual_s):
             job.stragglers[(node_id, local_rank)] = usual_s / own_s
-        case r.NumbersOdd():
+        case r.NumbersOdd() | r.CountersNoted():
             pass  # for people
         case r.NodesChecked() | r.NodeSuspected() | r.NodeReadmitted():
             checkup.evolve(job, record)

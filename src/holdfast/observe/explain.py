@@ -7,7 +7,8 @@ what was decided and why. Pure.
     progress     how far each rank had come
     hung         when nothing moved, who has come least far, and the end of what they wrote
     nodes        what is known of the nodes concerned, of a hang those of who has come least far: what they were known
-                 for, what the last check of them measured and what their counters said, and what became of them
+                 for, what their counters said when it failed, what the last check of them measured, and what became of
+                 them
     kept         which step of the state was where, as last written down before
     decisions    each with its reason, and the step in memory that all started from; and what became of them
 
@@ -158,7 +159,7 @@ def explain(entries: Sequence[Entry], number: int) -> Explanation:
         stacks=tuple(_stacks(records)),
         progress=tuple(_progress(records))[:PROGRESS_SHOWN_MAX],
         hung=hung,
-        nodes=tuple(_nodes([entry for entry in entries if entry.seq <= own[-1].seq], records, root, hung)),
+        nodes=tuple(_nodes([*_until(entries, own[-1].seq, opened.view)], records, root, hung, opened.view)),
         kept=_kept(entries, opened),
         decisions=tuple(_decision(record) for record in decided),
         outcome=_outcome(records, closed),
@@ -182,6 +183,13 @@ def _of_incident(entries: Sequence[Entry], number: int) -> Iterator[Entry]:
             yield entry
         if isinstance(record, r.JobFinished) or (isinstance(record, r.IncidentClosed) and record.number == number):
             return
+
+
+def _until(entries: Sequence[Entry], seq: int, view: int) -> Iterator[Entry]:
+    """What was known at the end of the incident, and the counters of its view, which may have come later."""
+    for entry in entries:
+        if entry.seq <= seq or (isinstance(entry.record, r.CountersNoted) and entry.record.view == view):
+            yield entry
 
 
 def _fault(root: Failure | None, records: Sequence[r.DurableRecord], kind: r.IncidentKind) -> Fault | None:
@@ -256,7 +264,11 @@ def _distance(vector: Vector) -> tuple[int, int, bool, int]:
 
 
 def _nodes(
-    entries: Sequence[Entry], records: Sequence[r.DurableRecord], root: Failure | None, hung: Sequence[Hung]
+    entries: Sequence[Entry],
+    records: Sequence[r.DurableRecord],
+    root: Failure | None,
+    hung: Sequence[Hung],
+    view: int,
 ) -> Iterator[NodeNote]:
     concerned = [root.node_id] if root else [one.node_id for one in hung]
     concerned += [x.node_id for x in records if isinstance(x, CONCERNING)]
@@ -266,12 +278,20 @@ def _nodes(
             info, repute = joined[-1].info, joined[-1].repute
             known = f"{repute.grade.value}: {repute.why}" if repute.why else repute.grade.value
             yield NodeNote(node_id, f"machine {info.machine or info.host} on {info.host}, known as {known}")
+        yield from _counters(entries, node_id, view)
         yield from _last_check(entries, node_id)
         for record in records:
             match record:
                 case r.NodeLost(node_id=who) | r.NodeCordoned(node_id=who) | r.NodeCleared(node_id=who):
                     if who == node_id:
                         yield NodeNote(node_id, sentence(record))
+
+
+def _counters(entries: Sequence[Entry], node_id: str, view: int) -> Iterator[NodeNote]:
+    for entry in entries:
+        match entry.record:
+            case r.CountersNoted(node_id=who, view=when, readings=readings) if (who, when) == (node_id, view):
+                yield from (NodeNote(node_id, f"counters after the fault: {reading}") for reading in readings)
 
 
 def _last_check(entries: Sequence[Entry], node_id: str) -> Iterator[NodeNote]:
