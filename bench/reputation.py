@@ -19,7 +19,7 @@ from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
-from holdfast.core.health.reputation import DAY_S, Grade, Kind, NodeEvent, judge
+from holdfast.core.health.reputation import DAY_S, Grade, Kind, NodeEvent, ban, judge
 
 BINS_DAYS = ((0, 1), (1, 2), (2, 7), (7, 14), (14, 30), (30, 1_000))
 
@@ -70,17 +70,22 @@ def replay(outages: dict[str, list[Outage]], days: float) -> tuple[Counter[Grade
     for node, one in outages.items():
         history: list[NodeEvent] = []
         for (begin, end), following in zip(one, [*(b for b, _ in one[1:]), days], strict=True):
-            grade = judge(history, begin * DAY_S).grade
+            grade = _grade(history, begin)
             at_fault[grade] += 1
             if grade is not Grade.BANNED:
                 history.append(NodeEvent(at=begin * DAY_S, kind=Kind.FAULT, fault="fault", weight=1.0))
                 history.append(NodeEvent(at=end * DAY_S, kind=Kind.RETURNED))
             for hour in range(int(max(following - end, 0.0) * 24)):
-                now = judge(history, (end + hour / 24) * DAY_S).grade
+                now = _grade(history, end + hour / 24)
                 time_days[now] += 1 / 24
                 if now is Grade.BANNED:
                     banned.add(node)
     return at_fault, time_days, banned
+
+
+def _grade(history: list[NodeEvent], day: float) -> Grade:
+    """With a ban where there is reason for one: no limit."""
+    return judge(history, day * DAY_S, ban("", history, day * DAY_S, "")).grade
 
 
 def main() -> int:

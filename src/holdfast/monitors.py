@@ -10,14 +10,14 @@
                 return holdfast.Verdict.CORDON
             return holdfast.Verdict.NORMAL
 
-Monitors are asked by the job's master about every fault of a worker, before anything is decided about it, in the order
-of their names; the first that answers anything but NORMAL is followed. They have TIME_LIMIT_S together, in the way of
-guests.py: what goes wrong in one is logged and means NORMAL.
+Monitors are asked by the job's master about every fault of a worker, before anything is decided about it, all at the
+same time; in the order of their names, the first that answers anything but NORMAL is followed. They have TIME_LIMIT_S,
+in the way of guests.py: what goes wrong in one is logged and means NORMAL, and says nothing about the others.
 """
 
 from __future__ import annotations
 
-import time
+import asyncio
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 
@@ -29,14 +29,13 @@ from holdfast.core.health.reputation import Kind, NodeEvent, Repute
 from holdfast.core.ladder import Verdict
 from holdfast.guests import Guest, GuestError, reason
 
-__all__ = ["ErrorMonitor", "Fault", "NodeFacts", "Verdict", "ask", "load"]
+__all__ = ["ErrorMonitor", "Fault", "NodeFacts", "Panel", "Verdict", "load"]
 
 ENTRY_POINTS = "holdfast.monitors"
 TIME_LIMIT_S = 3.0
 """Everybody else waits for the answer: long enough to ask a monitoring system, short beside a restart from storage."""
 
 log = structlog.get_logger("monitors")
-_guest = Guest("error monitor")
 
 
 class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,22 +78,28 @@ def load() -> list[ErrorMonitor]:
     return found
 
 
-async def ask(
-    monitors: Sequence[ErrorMonitor], fault: Fault, node: NodeFacts, *, limit_s: float | None = None
-) -> Verdict:
-    """What the monitors say, the first one that says anything. Takes `limit_s` at most; never raises."""
-    until = time.monotonic() + (TIME_LIMIT_S if limit_s is None else limit_s)
-    for monitor in monitors:
-        verdict = await _answer(monitor, fault, node, max(until - time.monotonic(), 0.0))
-        if verdict is not Verdict.NORMAL:
-            log.info(f"{type(monitor).__name__} says {verdict.value} of {node.machine}: {fault.name}")
-            return verdict
-    return Verdict.NORMAL
+class Panel:
+    """The monitors of one master. Each is a guest of its own: one that hangs silences nobody else."""
+
+    def __init__(self, monitors: Sequence[ErrorMonitor]) -> None:
+        self._seats = [(monitor, Guest("error monitor")) for monitor in monitors]
+
+    def __len__(self) -> int:
+        return len(self._seats)
+
+    async def ask(self, fault: Fault, node: NodeFacts, limit_s: float) -> Verdict:
+        """What the monitors say, the first one that says anything. Takes `limit_s` at most; never raises."""
+        asked = [_answer(monitor, guest, fault, node, limit_s) for monitor, guest in self._seats]
+        for (monitor, _), verdict in zip(self._seats, await asyncio.gather(*asked), strict=True):
+            if verdict is not Verdict.NORMAL:
+                log.info(f"{type(monitor).__name__} says {verdict.value} of {node.machine}: {fault.name}")
+                return verdict
+        return Verdict.NORMAL
 
 
-async def _answer(monitor: ErrorMonitor, fault: Fault, node: NodeFacts, limit_s: float) -> Verdict:
+async def _answer(monitor: ErrorMonitor, guest: Guest, fault: Fault, node: NodeFacts, limit_s: float) -> Verdict:
     try:
-        found = await _guest.ask(lambda: monitor.handle(fault, node), limit_s)
+        found = await guest.ask(lambda: monitor.handle(fault, node), limit_s)
         if not isinstance(found, Verdict):
             raise GuestError(f"it answered with a {type(found).__name__}, not a Verdict")
     except GuestError as error:

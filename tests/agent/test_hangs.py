@@ -152,6 +152,9 @@ def test_a_stall_is_told_once_with_vectors_and_stacks(tmp_path: Path) -> None:
         for pid, collectives in zip(pids, (4, 3, 4), strict=True):
             job.do(pid, f"set step=5 phase={int(Phase.BODY)} collectives={collectives}")
         await job.until(lambda: all(w.page.get("step") == 5 for w in job.crew.seated), "all are in step 5")
+        for worker in job.crew.seated:
+            assert worker.place is not None
+            Path(worker.files.stderr_path).write_text(f"warming up\nreading shard {worker.place.rank}\n")
         os.kill(pids[1], signal.SIGSTOP)
         await job.until(lambda: process_state(pids[1]) == "T", "it is stopped")
 
@@ -165,6 +168,7 @@ def test_a_stall_is_told_once_with_vectors_and_stacks(tmp_path: Path) -> None:
         ]
         assert "in a collective" in told.vectors[0].stack
         assert "stopped by a signal" in told.vectors[1].stack
+        assert told.vectors[1].log_tail == ("warming up", "reading shard 1")
         await asyncio.sleep(0.8)  # twice the limit: that it is not told again cannot be waited for otherwise
         assert len(job.of("WorkersStalled")) == 1
         await job.crew.serve(serve(2, kept=True, strategy=Strategy.RECOVER_IN_PLACE, replaced=(1,)))

@@ -10,6 +10,9 @@ import pytest
 from holdfast.checks.accelerators import cpu, cuda, npu, registry, xpu
 from holdfast.checks.accelerators.base import Accelerator, Ailment, tool_output
 from holdfast.checks.stages import fault_of
+from holdfast.core.fault_table import BUILT_IN, classify, with_accelerator
+from holdfast.core.fault_types import Blame
+from holdfast.core.faults import Exited, Failure, Signalled
 
 HEALTHY_GPUS = """\
 0, 0, No, No, No, 16, 16
@@ -73,11 +76,18 @@ def test_what_nvidia_smi_counts_is_told_by_gpu() -> None:
 
 
 def test_xids_of_hardware_are_told_once_and_those_of_programs_are_not() -> None:
-    found = cuda.parse_xids(KERNEL_LOG)
+    found = cuda.parse_xids(KERNEL_LOG, 2_600.0)
     assert [(ailment.fault, ailment.text) for ailment in found] == [
         ("gpu-lost", "Xid 79 on 0000:3b:00: the GPU has fallen off the bus"),
         ("gpu-memory-error", "Xid 94 on 0000:5e:00: a contained memory error"),
     ]
+
+
+def test_xids_of_long_ago_are_history_and_one_of_a_repair_is_no_fault() -> None:
+    found = cuda.parse_xids(KERNEL_LOG, 1_100.0 + cuda.XIDS_AGE_MAX_S)
+    assert [ailment.text for ailment in found] == ["Xid 94 on 0000:5e:00: a contained memory error"]
+    assert cuda.parse_xids(KERNEL_LOG, 2_600.0 + cuda.XIDS_AGE_MAX_S) == []
+    assert cuda.parse_xids(KERNEL_LOG.replace(": 94,", ": 63,"), 1_100.0 + cuda.XIDS_AGE_MAX_S) == []
 
 
 def test_an_npu_whose_health_is_not_ok_is_told() -> None:
@@ -101,7 +111,7 @@ def test_memory_controllers_that_count_uncorrectable_errors_are_told(
 
 @pytest.mark.parametrize("text", ["", "\x00\xff", "1,2", "a, b, c, d, e, f, g", "| 1 |\n" * 1_000])
 def test_what_is_not_understood_says_nothing(text: str) -> None:
-    assert not cuda.parse_counters(text) and not cuda.parse_xids(text)
+    assert not cuda.parse_counters(text) and not cuda.parse_xids(text, 1.0)
     assert not npu.parse_table(text) and not xpu.parse_health(text)
 
 
@@ -133,14 +143,57 @@ def test_every_table_is_sound(name: str) -> None:
         ("cuda", "AcceleratorError: CUDA error: unspecified launch failure", "gpu-launch-failure"),
         ("cuda", "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus", "gpu-lost"),
         ("npu", "EI0002: notify wait timeout", "collective-timeout"),
-        ("npu", "RuntimeError: ACL stream synchronize failed, error code:507015", "npu-core-error"),
-        ("xpu", "RuntimeError: level_zero backend failed with error: 20 (UR_RESULT_ERROR_DEVICE_LOST)", "gpu-lost"),
+        ("npu", "RuntimeError: HBM MULTI BIT ECC ERROR, error code is 507054", "npu-memory-error"),
         ("cpu", "mce: [Hardware Error]: CPU 3: Machine Check: 0 Bank 5", "cpu-machine-check"),
         ("cuda", "ValueError: boom", "check-failed"),
     ],
 )
 def test_a_text_that_means_hardware_is_named(name: str, text: str, fault: str) -> None:
     assert fault_of(registry.load(name), text) == fault
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "fault", "blame"),
+    [
+        ("cuda", "CUDA error: invalid device ordinal", "device-not-found", Blame.PROCESS),
+        ("cuda", "CUDA error: no CUDA-capable device is detected", "device-not-found", Blame.PROCESS),
+        ("cuda", "CUDA error: hardware stack error", "gpu-launch-failure", Blame.PROCESS),
+        ("cuda", "CUDA error: device-side assert triggered", "device-assertion", Blame.USER_CODE),
+        ("cuda", "CUDA error: peer access is already enabled", "script-error", Blame.USER_CODE),
+        ("npu", "aclrtSetDevice failed, error code is 107001", "device-not-found", Blame.PROCESS),
+        ("npu", "ACL stream synchronize failed, error code:507015", "gpu-launch-failure", Blame.PROCESS),
+        ("npu", "the task timed out, error code is 107020", "script-error", Blame.USER_CODE),
+        ("npu", "EI9999: link down", "link-down", Blame.NETWORK),
+        ("npu", "process 15070540 is not known", "script-error", Blame.USER_CODE),
+        ("xpu", "level_zero backend failed: 20 (UR_RESULT_ERROR_DEVICE_LOST)", "gpu-launch-failure", Blame.PROCESS),
+        ("mps", "MPSGraph does not support tensor dims larger than INT_MAX", "script-error", Blame.USER_CODE),
+    ],
+)
+def test_what_scripts_and_kernels_do_wrong_is_not_held_against_the_node(
+    name: str, text: str, fault: str, blame: Blame
+) -> None:
+    table = with_accelerator(BUILT_IN, registry.load(name).faults)
+    failure = Failure(
+        node_id="a",
+        view=1,
+        rank=0,
+        local_rank=0,
+        pid=1,
+        end=Exited(1),
+        failed_at=0.0,
+        exception="RuntimeError",
+        message=f"RuntimeError: {text}",
+    )
+    found = classify(failure, table)
+    assert (found.name, found.blame) == (fault, blame)
+    assert found.examine == (fault in ("device-not-found", "gpu-launch-failure", "link-down"))
+
+
+def test_a_program_for_another_processor_is_no_broken_one() -> None:
+    table = with_accelerator(BUILT_IN, registry.load("cpu").faults)
+    end = Signalled(4, "SIGILL")
+    failure = Failure(node_id="a", view=1, rank=0, local_rank=0, pid=1, end=end, failed_at=0.0)
+    assert classify(failure, table).name == "crashed"
 
 
 def test_the_exit_codes_of_gpus_are_in_the_table() -> None:

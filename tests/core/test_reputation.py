@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.core.fault_table import fault_of
+from holdfast.core.health.findings import Problem
 from holdfast.core.health.reputation import (
     BAN_SCORE,
     DAY_S,
@@ -15,7 +16,9 @@ from holdfast.core.health.reputation import (
     Mark,
     NodeEvent,
     add_up,
+    ban,
     banned_for_s,
+    check_weights,
     has_to_return,
     judge,
     weight_of,
@@ -28,6 +31,11 @@ def events(*lines: tuple[float, Kind]) -> list[NodeEvent]:
     """By day."""
     weights = {Kind.FAULT: 1.0, Kind.CLEARED: 1.0, Kind.CHECK_FAILED: 1.0}
     return [NodeEvent(at=day * DAY_S, kind=kind, fault="x", weight=weights.get(kind, 0.0)) for day, kind in lines]
+
+
+def graded(history: list[NodeEvent], now: float) -> Grade:
+    """With the ban that the history asks for."""
+    return judge(history, now, ban("m", history, now, "job j")).grade
 
 
 FAULT, BACK, PERSON, CLEARED = Kind.FAULT, Kind.RETURNED, Kind.UNCORDONED, Kind.CLEARED
@@ -57,13 +65,13 @@ FAULT, BACK, PERSON, CLEARED = Kind.FAULT, Kind.RETURNED, Kind.UNCORDONED, Kind.
     ],
 )
 def test_grades(history: list[tuple[float, Kind]], day: float, grade: Grade) -> None:
-    assert judge(events(*history), day * DAY_S).grade is grade
+    assert graded(events(*history), day * DAY_S) is grade
 
 
 def test_what_is_most_often_somebody_elses_is_no_reason_for_probation() -> None:
     hang = NodeEvent(at=0.0, kind=FAULT, fault="hang", weight=weight_of(fault_of("hang")))
     assert judge([hang], HOUR_S).grade is Grade.GOOD
-    assert judge([hang] * 25, HOUR_S).grade is Grade.BANNED
+    assert graded([hang] * 25, HOUR_S) is Grade.BANNED
 
 
 def test_a_mark_goes_before_the_history_and_may_run_out() -> None:
@@ -78,12 +86,57 @@ def test_a_mark_goes_before_the_history_and_may_run_out() -> None:
 
 def test_a_ban_lasts_until_the_score_has_decayed() -> None:
     record = add_up(events((1, FAULT), (1, FAULT), (1, FAULT)), DAY_S)
-    assert record.score == 3.0 and record.is_banned
+    assert record.score == 3.0 and record.is_lemon
     over_at = DAY_S + banned_for_s(record.score)
-    assert judge(events((1, FAULT), (1, FAULT), (1, FAULT)), over_at - 1).grade is Grade.BANNED
-    assert judge(events((1, FAULT), (1, FAULT), (1, FAULT)), over_at + 1).grade is Grade.GOOD
+    assert graded(events((1, FAULT), (1, FAULT), (1, FAULT)), over_at - 1) is Grade.BANNED
+    assert graded(events((1, FAULT), (1, FAULT), (1, FAULT)), over_at + 1) is Grade.GOOD
     assert banned_for_s(BAN_SCORE) == pytest.approx(HALF_LIFE_S * 1.3219, rel=1e-3)
     assert banned_for_s(LIFT_SCORE) == 0.0
+
+
+def test_one_that_keeps_failing_and_has_no_mark_is_on_probation() -> None:
+    history = events((1, FAULT), (1.1, FAULT), (1.2, Kind.CHECK_FAILED), (1.3, Kind.CHECK_PASSED))
+    repute = judge(history, 4 * DAY_S)
+    assert repute.grade is Grade.PROBATION
+    assert repute.why == "it keeps failing: a score of 2.6 faults, the last one x 3 d ago"
+
+
+def test_a_hang_is_nothing_to_come_back_from() -> None:
+    hang = NodeEvent(at=300 * DAY_S, kind=FAULT, fault="hang", weight=0.1)
+    history = [*events((1, FAULT), (2, BACK)), hang]
+    assert not has_to_return(history)
+    back = NodeEvent(at=300.1 * DAY_S, kind=BACK)  # as older masters wrote it
+    assert judge([*history, back], 300.2 * DAY_S).grade is Grade.GOOD
+
+
+def test_what_was_taken_back_is_as_if_it_had_not_been() -> None:
+    history = events((1, FAULT), (9, BACK))
+    other = [
+        NodeEvent(at=9.1 * DAY_S, kind=kind, fault="y", weight=1.0, job_id="j") for kind in (FAULT, Kind.CLEARED)
+    ]
+    assert add_up([*history, *other], 9.2 * DAY_S) == add_up(history, 9.2 * DAY_S)
+
+
+def problem(fault: str, stage: str = "device") -> Problem:
+    return Problem(stage, fault, "")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("problems", "weights"),
+    [
+        ({"a": ["wrong-result"]}, {"a": 1.0}),
+        ({"a": ["gpu-memory-error", "device-missing"]}, {"a": 1.0}),
+        ({"a": ["device-missing", "device-memory-taken", "disk-error", "check-failed", "no-answer"]}, {"a": 0.0}),
+        ({"a": ["gpu-residual-processes", "device-out-of-memory", "collective-timeout"]}, {"a": 0.0}),
+        ({"a": []}, {"a": 0.0}),  # fails with every partner: it may be what lies between
+        ({"a": ["gpu-driver-error"], "b": ["gpu-driver-error"]}, {"a": 0.0, "b": 0.0}),
+        ({"a": ["gpu-driver-error", "gpu-lost"], "b": ["gpu-driver-error"]}, {"a": 1.0, "b": 0.0}),
+    ],
+)
+def test_what_a_failed_check_says_against_its_machine(
+    problems: dict[str, list[str]], weights: dict[str, float]
+) -> None:
+    assert check_weights({machine: list(map(problem, faults)) for machine, faults in problems.items()}) == weights
 
 
 def test_a_clock_that_was_set_back_does_no_harm() -> None:
@@ -122,7 +175,7 @@ def test_half_of_the_faults_of_machines_that_were_lemons_come_when_they_are_doub
     for lemon in LEMONS:
         history: list[NodeEvent] = []
         for begin, end in lemon:
-            grade = judge(history, begin * DAY_S).grade
+            grade = graded(history, begin * DAY_S)
             faults, doubted = faults + 1, doubted + (grade is not Grade.GOOD)
             if grade is not Grade.BANNED:  # else it was in no job
                 history += events((begin, FAULT), (end, BACK))

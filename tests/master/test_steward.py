@@ -16,14 +16,16 @@ from core.world import World
 from holdfast import monitors
 from holdfast.cli.app import run_app
 from holdfast.core.events import Event, Hello, WorkerFailed
-from holdfast.core.fault_table import typed
-from holdfast.core.faults import Exited
-from holdfast.core.health.findings import NodeVerdict
+from holdfast.core.fault_table import fault_of, typed
+from holdfast.core.faults import Exited, Signalled
+from holdfast.core.health import reputation
+from holdfast.core.health.findings import NodeVerdict, Problem
 from holdfast.core.health.reputation import DAY_S, Grade, Kind, Mark
 from holdfast.core.ladder import Verdict
 from holdfast.core.records import NodesChecked
 from holdfast.errors import HoldfastError
 from holdfast.journal import NodeBook, nodes
+from holdfast.master import steward
 from holdfast.master.steward import Steward
 from holdfast.monitors import ErrorMonitor, Fault, NodeFacts
 from holdfast.platforms.local import LocalPlatform
@@ -202,17 +204,65 @@ def test_whatever_goes_wrong_in_a_monitor_means_nothing_and_the_next_one_is_aske
     assert len(second.told) == 1 and list(care.platform.unschedulable()) == ["host-b"]
 
 
-def test_a_monitor_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(monitors, "TIME_LIMIT_S", 0.05)
+def test_a_monitor_that_hangs_holds_nobody_up_and_silences_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(monitors, "TIME_LIMIT_S", 0.5)
     release = threading.Event()
-    care = Care(tmp_path, Says(lambda: release.wait(60) and Verdict.CORDON), nodes=(1, 2))
-    care.do(care.world.hello("a"), care.world.hello("b"))
+    hung, other = Says(lambda: release.wait(60) and Verdict.CORDON), Says(Verdict.NORMAL)
+    care = Care(tmp_path, hung, other, nodes=(1, 3), restarts=3)
+    care.do(*(care.world.hello(name) for name in "abc"))
     try:
         care.do(care.fails("b", 3))
         assert care.platform.unschedulable() == {} and care.world.job.failed == {}
+        other.verdict = Verdict.CORDON
+        care.world.start_all()
+        care.world.now += 60
+        care.do(care.fails("c", 3))
+        assert (len(hung.told), len(other.told)) == (1, 2)
+        assert list(care.platform.unschedulable()) == ["host-c"]
     finally:
         release.set()
-        for thread in monitors._guest.stuck:
+        for thread in care.steward._monitors._seats[0][1].stuck:
+            thread.join(60)
+
+
+def test_a_platform_that_hangs_holds_up_neither_the_master_nor_the_monitors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = threading.Event()
+
+    class Hung(LocalPlatform):
+        def unschedulable(self) -> dict[str, Mark]:
+            release.wait(60)
+            return {}
+
+    monkeypatch.setattr(steward, "PLATFORM_LIMIT_S", 0.1)
+    mine = Says(Verdict.CORDON)
+    care = Care(tmp_path, mine, nodes=(1, 2))
+    care.do(care.world.hello("a"), care.world.hello("b"))
+    care.steward = Steward(care.book, Hung(tmp_path), [mine], clock=lambda: care.world.now)
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0.01)
+            turns += 1
+
+    async def ask() -> list[Event]:
+        counting = asyncio.create_task(count())
+        judged = await care.steward.judged([care.fails("b", 3)], care.world.job)
+        counting.cancel()
+        return judged
+
+    try:
+        (event,) = run(ask)
+        assert isinstance(event, WorkerFailed) and event.failure.verdict is Verdict.CORDON
+        assert mine.told == [("exited", "host-b", 0)] and turns > 10, "others were served meanwhile"
+    finally:
+        release.set()
+        for thread in care.steward._lookups.stuck:
             thread.join(60)
 
 
@@ -279,3 +329,175 @@ def test_of_nodes_on_one_machine_the_worst_counts(tmp_path: Path) -> None:
         [NodesChecked(at=0.0, checkup="1", why="", took_s=1.0, accelerator="", nodes=verdicts)], care.world.job
     )
     assert care.kinds("h") == ["check-failed check-failed"]
+
+
+# --- what is held against a machine
+
+
+def of_check(care: Care, *verdicts: tuple[str, str, str]) -> NodesChecked:
+    """By node: fitness, and the fault of what was found."""
+    nodes = tuple(
+        NodeVerdict(
+            node_id=name,
+            incarnation=care.world.life(name),
+            fitness=fitness,  # type: ignore[arg-type]
+            why=fault,
+            problems=(Problem("matmul", fault, ""),) if fault else (),
+        )
+        for name, fitness, fault in verdicts
+    )
+    return NodesChecked(at=care.world.now, checkup="1", why="standing by", took_s=1.0, accelerator="", nodes=nodes)
+
+
+def learn(care: Care, *records: NodesChecked) -> None:
+    async def turn() -> None:
+        care.steward.learn(records, care.world.job)
+        await care.steward.close()
+
+    run(turn)
+
+
+def weights(care: Care, machine: str) -> list[float]:
+    return [event.weight for event in care.book.history(machine)]
+
+
+def test_checks_that_fail_for_want_of_a_device_ban_nobody(tmp_path: Path) -> None:
+    care = Care(tmp_path, nodes=(1, 2))
+    care.do(care.world.hello("a"))
+    for _ in range(3):
+        learn(care, of_check(care, ("a", "unfit", "device-missing")))
+        care.world.now += 3
+    assert weights(care, "host-a") == [0.0] and care.platform.unschedulable() == {}
+    assert care.steward._repute("host-a").grade is Grade.PROBATION
+
+
+def test_a_machine_that_fails_its_check_every_hour_has_failed_once_until_it_passes(tmp_path: Path) -> None:
+    care = Care(tmp_path, nodes=(1, 2))
+    care.do(care.world.hello("a"))
+    for _ in range(24):
+        learn(care, of_check(care, ("a", "unfit", "wrong-result")))
+        care.world.now += 3_600
+    assert weights(care, "host-a") == [1.0]
+    for _ in range(2):
+        learn(care, of_check(care, ("a", "fit", "")))
+        learn(care, of_check(care, ("a", "unfit", "wrong-result")))
+    mark = care.platform.unschedulable()["host-a"]
+    assert mark.until and "the last one check-failed" in mark.why, "it computes wrong numbers now and then"
+
+
+def test_machines_that_fail_a_check_alike_are_all_well(tmp_path: Path) -> None:
+    care = Care(tmp_path, nodes=(1, 3))
+    care.do(*(care.world.hello(name) for name in "abc"))
+    for _ in range(3):
+        learn(care, of_check(care, *((name, "unfit", "gpu-driver-error") for name in "abc")))
+        learn(care, of_check(care, *((name, "fit", "") for name in "abc")))
+    assert care.platform.unschedulable() == {}
+    assert all(care.steward._repute(f"host-{name}").grade is Grade.GOOD for name in "abc")
+
+
+def watchdog(care: Care, node_id: str) -> WorkerFailed:
+    """As NCCL's ends the process when its device dies."""
+    text = "c10::DistBackendError: Process group watchdog thread terminated with exception: uncorrectable ECC error"
+    event = care.world.failed(node_id, end=Signalled(6, "SIGABRT"))
+    failure = msgspec.structs.replace(event.failure, exception="DistBackendError", message=text)
+    return msgspec.structs.replace(event, failure=typed(failure))
+
+
+def test_a_device_that_dies_in_a_collective_is_no_echo(tmp_path: Path) -> None:
+    care = Care(tmp_path, nodes=(1, 2), restarts=3)
+    care.do(care.world.hello("a"), care.world.hello("b"))
+    care.world.start_all()
+    care.do(watchdog(care, "b"))
+    assert care.world.members == ["a"] and care.world.job.restarts_used == 0
+    assert care.kinds("host-b") == ["fault device-memory-error", "cordoned"]
+
+
+def test_an_echo_is_not_held_against_its_machine(tmp_path: Path) -> None:
+    care = Care(tmp_path, nodes=(2, 2), restarts=3)
+    care.do(care.world.hello("a"), care.world.hello("b"))
+    event = care.world.failed("b", end=Exited(1))
+    text = "Connection reset by peer: the link is down"
+    failure = typed(msgspec.structs.replace(event.failure, exception="RuntimeError", message=text))
+    assert failure.fault and failure.fault.name == "link-down"
+    care.do(msgspec.structs.replace(event, failure=failure))
+    assert care.kinds("host-b") == []
+
+
+def test_a_persons_cordon_outlives_what_jobs_think(tmp_path: Path) -> None:
+    ada = Mark(machine="host-b", at=0.0, by="ada", why="do not touch")
+    for day in range(3):
+        care = Care(tmp_path, nodes=(1, 3), restarts=3)
+        care.world.now += day * DAY_S
+        care.do(*(care.world.hello(name) for name in "abc"))
+        care.platform.mark_unschedulable(ada)
+        care.do(care.fails("b", INFOROM))
+        assert care.platform.unschedulable() == {"host-b": ada}
+        care.platform.mark_schedulable("host-b")
+    assert reputation.ban("host-b", care.book.history("host-b"), care.world.now, "") is not None
+    care.platform.mark_unschedulable(ada)
+    care.world.start_all()
+    care.do(care.fails("c", INFOROM))  # it was everybody's
+    assert care.kinds("host-b")[-1] == "cleared inforom-corrupted"
+    assert care.platform.unschedulable() == {"host-b": ada}
+
+
+def test_a_job_makes_no_cordon_shorter(tmp_path: Path) -> None:
+    there = Mark(machine="host-b", at=0.0, by="job other", why="inforom-corrupted")
+    for day in range(3):
+        care = Care(tmp_path, nodes=(1, 2))
+        care.world.now += day * DAY_S
+        care.do(care.world.hello("a"), care.world.hello("b"))
+        if day == 2:
+            care.platform.mark_unschedulable(there)
+        care.do(care.fails("b", DRIVER))
+    assert care.platform.unschedulable() == {"host-b": there}
+
+
+def test_the_limit_is_for_bans_too_and_for_what_they_mean(tmp_path: Path) -> None:
+    for number in range(3):
+        for fault in range(3):
+            care = Care(tmp_path, nodes=(1, 2), cordon_limit=1)
+            care.world.now += fault * 3_600
+            care.do(care.world.hello("a"), care.world.hello(f"m{number}"))
+            care.do(care.fails(f"m{number}", DRIVER))
+    grades = [care.steward._repute(f"host-m{number}").grade for number in range(3)]
+    assert grades == [Grade.BANNED, Grade.PROBATION, Grade.PROBATION]
+    assert list(care.platform.unschedulable()) == ["host-m0"]
+
+
+def test_what_turns_out_to_be_everybodys_is_taken_back_also_from_nodes_that_stayed(tmp_path: Path) -> None:
+    care = Care(tmp_path, nodes=(2, 2), restarts=3)
+    care.do(care.world.hello("a"), care.world.hello("b"))
+    care.do(care.fails("a", INFOROM))
+    care.world.now += 0.5
+    care.world.start_all()
+    care.do(care.fails("b", INFOROM))
+    assert care.kinds("host-a") == ["fault inforom-corrupted", "cleared inforom-corrupted"]
+    assert care.kinds("host-b") == []
+    assert care.steward._repute("host-a").grade is Grade.GOOD
+
+
+@pytest.mark.parametrize("apart_s", [0.0, 4.0])
+def test_nodes_that_fall_silent_at_the_same_moment_are_not_held_to_it(tmp_path: Path, apart_s: float) -> None:
+    care = Care(tmp_path, nodes=(1, 3), silence_timeout_s=5.0)
+    care.do(*(care.world.hello(name) for name in "abc"))
+    events = [care.world.silent("b"), care.world.silent("c")]
+    for event in events:
+        care.do(event)
+        care.world.now += apart_s
+    assert all(care.steward._repute(f"host-{name}").grade is Grade.GOOD for name in "bc")
+    care.world.now += 60
+    care.do(care.world.silent("a"))
+    assert weights(care, "host-a") == [0.5]
+
+
+def test_of_what_befalls_a_machine_at_once_the_heaviest_counts(tmp_path: Path) -> None:
+    care = Care(tmp_path, nodes=(1, 2), restarts=3)
+    care.do(care.world.hello("a"), care.world.hello("b"))
+    care.steward._fault(care.world.job, "b", fault_of("hang"), "")
+    care.world.now += 20
+    care.do(care.fails("b", DRIVER))
+    care.world.now += 20
+    care.steward._fault(care.world.job, "b", fault_of("node-lost"), "")
+    assert care.kinds("host-b") == ["fault hang", "cleared hang", "fault driver-error"]
+    assert reputation.add_up(care.book.history("host-b"), care.world.now).score == pytest.approx(1.0, abs=1e-3)

@@ -13,7 +13,7 @@ from core.world import World
 from holdfast.cli.explain import lines
 from holdfast.core import records as r
 from holdfast.core.diagnosis import ranks_text
-from holdfast.core.events import SessionInfo, WorkerFailed
+from holdfast.core.events import CountersRead, SessionInfo, WorkerFailed
 from holdfast.core.fault_table import typed
 from holdfast.core.faults import Exited, Signalled
 from holdfast.core.health.findings import CheckResult, Problem
@@ -67,13 +67,23 @@ def test_a_hang_shows_every_stack_once_and_who_is_behind() -> None:
     reports = [world.stalled("a", 9, 9), world.stalled("b", 9, 8)]
     for report in reports:
         stacks = tuple(
-            msgspec.structs.replace(v, stack="in all_reduce" if v.step == 9 else "in load") for v in report.vectors
+            msgspec.structs.replace(
+                v,
+                stack="in all_reduce" if v.step == 9 else "in load",
+                log_file=f"rank-{v.rank}.log",
+                log_tail=("reading", f"shard {v.rank}"),
+            )
+            for v in report.vectors
         )
         world.do(msgspec.structs.replace(report, vectors=stacks))
     found, text = told(world)
     assert found.fault and found.fault.name == "hang"
     assert [(group.ranks, group.stack) for group in found.stacks] == [((3,), "in load"), ((0, 1, 2), "in all_reduce")]
     assert [one.rank for one in found.progress if one.is_suspect] == [3]
+    assert [(one.rank, one.node_id, one.log_tail) for one in found.hung] == [(3, "b", ("reading", "shard 3"))]
+    assert [note.node_id for note in found.nodes] == ["b"]
+    assert "rank 3 (local 1) on b has come least far\n  log: rank-3.log\n  last lines of its log:\n    reading" in text
+    assert "nodes:\n  b: machine host-b on host-b, known as good" in text and "shard 0" not in text
     assert "rank 3:\n  in load" in text and "ranks 0-2:\n  in all_reduce" in text and "← least far" in text
     assert found.outcome == "not over yet"
 
@@ -117,6 +127,21 @@ def test_what_the_last_check_of_the_node_measured_and_its_counters_said() -> Non
     assert notes[1].startswith("last check (after a fault") and "b is unfit" in notes[1]
     assert notes[2] == "last check, counters, device 1: 3 uncorrected ECC errors (ecc-errors)"
     assert f"  b: {notes[2]}" in text
+
+
+def test_what_its_counters_said_when_it_failed_also_if_they_were_slow_to_say_it() -> None:
+    world = World(nodes=(2, 2), session=SessionInfo()).train("a", "b")
+    counters = {
+        name: CountersRead(node_id=name, incarnation=world.life(name), view=1, readings=(f"{name} has 3 ECC errors",))
+        for name in "ab"
+    }
+    world.do(fails(world, "b"))
+    world.prove()
+    world.do(counters["a"], counters["b"])
+    world.do(fails(world, "b"))
+    notes = [note.text for note in told(world)[0].nodes]
+    assert notes == ["machine host-b on host-b, known as good", "counters after the fault: b has 3 ECC errors"]
+    assert len(told(world, 2)[0].nodes) == 1, "those were of the first incident"
 
 
 def test_which_step_was_in_memory() -> None:

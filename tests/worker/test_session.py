@@ -71,6 +71,27 @@ def test_what_the_user_raises_goes_through(warm: Nest, tmp_path: Path) -> None:
     assert done.code == 1 and "KeyError: 'mine'" in done.stderr
 
 
+def test_sparse_gradients_are_watched_like_any_other(warm: Nest, tmp_path: Path) -> None:
+    code = """
+    table = torch.nn.Embedding(10, 4, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+    job.track(model=table, optimizer=optimizer)
+    job.watch(numbers="skip")
+    for step in job.steps(4):
+        with step:
+            loss = table(torch.tensor([1, 1, 3])).square().mean()
+            step.backward(loss)
+            if step.number == 2:
+                table.weight.grad._values().fill_(float("inf"))
+            optimizer.step()
+            optimizer.zero_grad()
+        print(step.number, step.is_committed, bool(table.weight.isfinite().all()))
+    """
+    done = warm.run(written(code, tmp_path), tmp_path)
+    assert done.code == 0, done.stderr
+    assert done.stdout.split("\n")[:-1][-1] == "3 True True"
+
+
 @pytest.mark.parametrize(
     ("code", "sentence"),
     [

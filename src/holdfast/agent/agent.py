@@ -25,6 +25,7 @@ import structlog
 
 from holdfast.agent.birth.launcher import Launcher
 from holdfast.agent.config import AgentConfig
+from holdfast.agent.counters import Counters
 from holdfast.agent.crew import Crew
 from holdfast.agent.examination import Examination
 from holdfast.agent.hangs import HangWatch
@@ -117,8 +118,9 @@ class Agent:
             silence_timeout_s=config.silence_timeout_s,
         )
         self._reports = Reports(
-            config.node_id, lambda: self._incarnation, self._uplink.report, lambda: self._uplink.waiting
+            config.node_id, lambda: self._incarnation, self._tell, lambda: self._uplink.waiting
         )
+        self._counters = Counters(config.accelerator, self._reports.counters)
         self._state = StateKeeper(config, self._reports)
         self._crew = Crew(
             config,
@@ -343,6 +345,12 @@ class Agent:
                 node_id=self._config.node_id, incarnation=self._incarnation, port=self._stores.offer()
             )
         )
+
+    def _tell(self, event: Event) -> None:
+        """To the master; what its counters say of the node follows when something failed."""
+        self._uplink.report(event)
+        if view := self._counters.view_of(event):
+            self._beside(self._counters.read(view))
 
     def _report(self, event: Event) -> None:
         self._uplink.report(event)

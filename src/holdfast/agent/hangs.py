@@ -30,6 +30,7 @@ from typing import NamedTuple
 
 import structlog
 
+from holdfast.agent.autopsy import find_log_tail
 from holdfast.agent.reports import Reports
 from holdfast.agent.workers import Worker
 from holdfast.core.diagnosis import group_stacks, ranks_text
@@ -290,6 +291,7 @@ def vector(worker: Worker, state: str, stack: str) -> Vector:
     """How far a worker has come."""
     assert worker.place is not None
     seen = Sighting.of(worker.page)
+    log_file, log_tail = find_log_tail(worker.files)
     return Vector(
         rank=worker.place.rank,
         local_rank=worker.place.local_rank,
@@ -299,6 +301,8 @@ def vector(worker: Worker, state: str, stack: str) -> Vector:
         joining=seen.phase in JOINING and state not in STOPPED_STATES,
         waiting=state == "S" and seen.collectives > 0,
         stack=stack[:STACK_CHARS_MAX],
+        log_file=log_file,
+        log_tail=log_tail,
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from holdfast.agent.autopsy import one_line
 from holdfast.core.events import (
     CheckpointWritten,
+    CountersRead,
     DataAnnounced,
     DataSource,
     Event,
@@ -89,6 +90,12 @@ class Reports:
             WorkerSucceeded(
                 node_id=self._node_id, incarnation=self._incarnation(), view=self._view, local_rank=local_rank
             )
+        )
+
+    def counters(self, view: int, readings: tuple[str, ...]) -> None:
+        """Something is wrong by the devices' counters."""
+        self._send(
+            CountersRead(node_id=self._node_id, incarnation=self._incarnation(), view=view, readings=readings)
         )
 
     def failed(self, failure: Failure) -> None:

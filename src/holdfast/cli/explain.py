@@ -85,7 +85,7 @@ def lines(found: Explanation) -> Iterator[str]:
     yield f"root cause: {found.cause}"
     if found.fault:
         yield f"  fault: {describe_fault(found.fault)}"
-    yield from _root(found)
+    yield from _root(found) if found.root else _hung(found)
     if found.others or found.collateral:
         yield ""
         yield f"also: {found.collateral} collateral" if not found.others else "also:"
@@ -135,6 +135,16 @@ def _root(found: Explanation) -> Iterator[str]:
     elif root.log_tail:
         yield "  last lines of its log:"
         yield from (f"    {line}" for line in root.log_tail)
+
+
+def _hung(found: Explanation) -> Iterator[str]:
+    for one in found.hung:
+        yield f"  rank {one.rank} (local {one.local_rank}) on {one.node_id} has come least far"
+        if one.log_file:
+            yield f"  log: {one.log_file}"
+        if one.log_tail:
+            yield "  last lines of its log:"
+            yield from (f"    {line}" for line in one.log_tail)
 
 
 def _progress(found: Explanation) -> Iterator[str]:

@@ -30,7 +30,7 @@ from holdfast.journal import BOOK_NAME, NodeBook, SqliteJournal, is_abandoned, r
 from holdfast.master.master import Master
 from holdfast.master.steward import Steward
 from holdfast.monitors import load as load_monitors
-from holdfast.platforms.base import open_platform
+from holdfast.platforms.base import ENVIRONMENT, LOCAL, open_platform
 from holdfast.wire.channel import Tls
 
 ABANDONED_PATIENCE_S = 10.0
@@ -95,7 +95,7 @@ async def _run(
 def _steward(options: argparse.Namespace) -> Steward:
     """With what is known of machines in the state directory, which all jobs there share."""
     state_dir = Path(options.state_dir)
-    return Steward(NodeBook(state_dir / BOOK_NAME), open_platform("local", state_dir), load_monitors())
+    return Steward(NodeBook(state_dir / BOOK_NAME), open_platform(options.platform, state_dir), load_monitors())
 
 
 async def _open_when_free(options: argparse.Namespace, settings: Settings) -> SqliteJournal:
@@ -253,6 +253,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--reconnect-grace", type=float, default=defaults.reconnect_grace_s, help="seconds a connection may be down")
     add("--guard-window", type=float, default=defaults.guard_window_s, help="seconds an id is kept for a silent node")
     add("--state-dir", default=os.environ.get("HOLDFAST_STATE_DIR") or str(Path.home() / ".holdfast"))
+    add("--platform", default=os.environ.get(ENVIRONMENT) or LOCAL, help="where cordons are kept")
     add("--token-file", default=os.environ.get("HOLDFAST_TOKEN_FILE", ""), help="file with the job's token")
     add("--tls-cert", default="")
     add("--tls-key", default="")

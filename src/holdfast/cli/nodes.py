@@ -19,10 +19,10 @@ from rich.text import Text
 
 from holdfast.cli import exit_codes
 from holdfast.cli.status import STATE_DIR_DEFAULT, Format, Output, Screen, StateDir
-from holdfast.core.health.reputation import Grade, Kind, Mark, NodeEvent, Repute, add_up, judge
+from holdfast.core.health.reputation import Grade, Kind, Mark, NodeEvent, Repute, add_up, judge, uncleared
 from holdfast.journal import BOOK_NAME, NodeBook
 from holdfast.observe.words import duration, moment, plain
-from holdfast.platforms.base import Platform, open_platform
+from holdfast.platforms.base import ENVIRONMENT, LOCAL, Platform, open_platform
 
 STYLES = {Grade.PROBATION: "yellow", Grade.BANNED: "red", Grade.CORDONED: "bold red"}
 WHY_CHARS_MAX = 500
@@ -30,6 +30,9 @@ NAME_CHARS_MAX = 255
 """As of a host, its domain included."""
 
 MachineName = Annotated[str, typer.Argument(metavar="MACHINE", help="As `holdfast nodes ls` shows it.")]
+PlatformName = Annotated[
+    str, typer.Option("--platform", metavar="NAME", envvar=ENVIRONMENT, help="Where cordons are kept; see the docs.")
+]
 
 
 class MachineSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +44,7 @@ class MachineSummary(msgspec.Struct, frozen=True, kw_only=True):
     score: float
     """Its faults, each counted half after every two weeks; a ban at 2.5."""
     faults: int
+    """Failed checks that count included."""
     last_fault: str
     last_fault_at: float | None
     mark: Mark | None
@@ -56,9 +60,11 @@ def register(app: typer.Typer) -> None:
     app.add_typer(nodes, name="nodes", no_args_is_help=True)
 
 
-def list_machines(output: Output = Format.TEXT, state_dir: StateDir = STATE_DIR_DEFAULT) -> None:
+def list_machines(
+    output: Output = Format.TEXT, state_dir: StateDir = STATE_DIR_DEFAULT, platform_name: PlatformName = LOCAL
+) -> None:
     """List the machines of which anything is known, the doubtful ones first."""
-    book, platform = _open(state_dir)
+    book, platform = _open(state_dir, platform_name)
     marks, now = platform.unschedulable(), time.time()
     found = [_summary(name, book.history(name), marks.get(name), now) for name in {*book.machines(), *marks}]
     found.sort(key=lambda one: (-list(Grade).index(one.grade), one.machine))
@@ -74,9 +80,10 @@ def history(
     machine: Annotated[str | None, typer.Argument(metavar="MACHINE", help="All of them if not given.")] = None,
     output: Output = Format.TEXT,
     state_dir: StateDir = STATE_DIR_DEFAULT,
+    platform_name: PlatformName = LOCAL,
 ) -> None:
     """Show what happened to a machine: faults, repairs, checks, cordons."""
-    book, platform = _open(state_dir)
+    book, platform = _open(state_dir, platform_name)
     names = [machine] if machine else book.machines()
     if machine and machine not in {*book.machines(), *platform.unschedulable()}:
         _refuse(f"nothing is known of machine {machine}: `holdfast nodes ls` lists those of which something is")
@@ -92,12 +99,15 @@ def cordon(
     machine: MachineName,
     why: Annotated[str, typer.Option("--why", metavar="TEXT", help="For whoever finds it cordoned.")] = "",
     state_dir: StateDir = STATE_DIR_DEFAULT,
+    platform_name: PlatformName = LOCAL,
 ) -> None:
     """Keep a machine from jobs until it is let back."""
     if not 1 <= len(machine) <= NAME_CHARS_MAX or not machine.isprintable() or " " in machine:
         _refuse(f"no machine is called {machine!r}: give its host's name, or the name that `--machine` gives it")
-    book, platform = _open(state_dir)
+    book, platform = _open(state_dir, platform_name)
     why = why[:WHY_CHARS_MAX] or "no reason given"
+    if machine not in book.machines():
+        print(plain(f"machine {machine} was never seen here: is it the name that its agent gives (--machine)?"))
     platform.mark_unschedulable(Mark(machine=machine, at=time.time(), by=_who(), why=why))
     book.note(machine, NodeEvent(at=time.time(), kind=Kind.CORDONED, why=f"by {_who()}: {why}"))
     print(plain(f"machine {machine} is cordoned: nodes on it that join a job stand by as a last resort"))
@@ -107,26 +117,29 @@ def uncordon(
     machine: MachineName,
     why: Annotated[str, typer.Option("--why", metavar="TEXT", help="What was repaired, for its history.")] = "",
     state_dir: StateDir = STATE_DIR_DEFAULT,
+    platform_name: PlatformName = LOCAL,
 ) -> None:
-    """Let a machine back: it was repaired. It is on probation for a day."""
-    book, platform = _open(state_dir)
-    grade = judge(book.history(machine), time.time(), platform.unschedulable().get(machine)).grade
-    if grade not in (Grade.CORDONED, Grade.BANNED):
-        _refuse(f"machine {machine} is neither cordoned nor banned, it is {grade.value}")
+    """Let a machine back: it was repaired. It is on probation for a day, and what a check found is forgotten."""
+    book, platform = _open(state_dir, platform_name)
+    events, mark = book.history(machine), platform.unschedulable().get(machine)
+    record = add_up(events, time.time())
+    if not (mark or record.is_lemon or record.failed_check):
+        grade = judge(events, time.time()).grade
+        _refuse(f"machine {machine} is neither cordoned nor banned and failed no check, it is {grade.value}")
     platform.mark_schedulable(machine)
     note = f"by {_who()}: {why[:WHY_CHARS_MAX] or 'no reason given'}"
     book.note(machine, NodeEvent(at=time.time(), kind=Kind.UNCORDONED, why=note))
     print(plain(f"machine {machine} may join jobs again, on probation for a day"))
 
 
-def _open(state_dir: Path) -> tuple[NodeBook, Platform]:
+def _open(state_dir: Path, platform_name: str) -> tuple[NodeBook, Platform]:
     state_dir = state_dir.expanduser()
-    return NodeBook(state_dir / BOOK_NAME), open_platform("local", state_dir)
+    return NodeBook(state_dir / BOOK_NAME), open_platform(platform_name, state_dir)
 
 
 def _summary(machine: str, events: list[NodeEvent], mark: Mark | None, now: float) -> MachineSummary:
     repute: Repute = judge(events, now, mark)
-    faults = [event for event in events if event.kind is Kind.FAULT]
+    faults = [e for e in uncleared(events) if e.kind is Kind.FAULT or (e.kind is Kind.CHECK_FAILED and e.weight)]
     return MachineSummary(
         machine=machine,
         grade=repute.grade,

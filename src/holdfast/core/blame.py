@@ -8,7 +8,7 @@
                       is treated as if its process had failed by itself.
     everybody's       The same fault on several machines within `same_fault_window_s` is not hardware, which does not
                       fail by appointment: a driver was rolled out, a switch went. Nobody is sent away for it, and who
-                      was sent away for it a moment before is cleared.
+                      was sent away for it a moment before is cleared. So it is with nodes that fall silent.
     anything else's   What a kind of fault forbids (fault_types.py) is not tried; the rest of the ladder is.
 """
 
@@ -25,6 +25,7 @@ from holdfast.core.health.reputation import DAY_S, Grade
 from holdfast.core.ladder import FailoverStrategy, Strategy, Verdict
 from holdfast.core.state import NOTED_MAX, Job, Node, Noted, Present
 
+LOSS = "node-lost"
 MARK_CHARS_MAX = 300
 _CHANGING = re.compile(r"0x[0-9a-fA-F]+|\d+")
 """What differs between two messages of the same error: addresses, process ids, sizes."""
@@ -55,6 +56,14 @@ def note(job: Job, failure: Failure, at: float) -> None:
         is_of_node=failure.fault.blame is Blame.NODE,
         mark=mark_of(failure),
         step=failure.step,
+    )
+    job.noted = [*job.noted[-NOTED_MAX + 1 :], noted]
+
+
+def note_loss(job: Job, node_id: str, at: float) -> None:
+    """The same of a node that fell silent: if others do at the same moment it was what lies between. Part of evolve."""
+    noted = Noted(
+        at=at, rank=-1, pid=-1, machine=machine_of(job, node_id), fault=LOSS, is_of_node=False, mark="", step=-1
     )
     job.noted = [*job.noted[-NOTED_MAX + 1 :], noted]
 
@@ -140,19 +149,33 @@ def _accused(job: Job) -> Iterator[Accusation]:
 
 
 def is_of_node(job: Job, failure: Failure) -> bool:
-    """Whether the failure speaks against its node."""
+    """Whether the failure is its node's."""
+    return is_evidence(job, failure) and (failure.verdict is Verdict.CORDON or failure.blame is Blame.NODE)
+
+
+def is_evidence(job: Job, failure: Failure) -> bool:
+    """Whether the failure may be held against its node at all: it is no echo, not pardoned, and not everybody's. A
+    monitor that blames the node knows better."""
     if failure.fault is None or failure.verdict is Verdict.PARDON or is_collateral(failure):
         return False
-    if failure.verdict is Verdict.CORDON:
-        return True
-    return failure.fault.blame is Blame.NODE and not is_widespread(job, failure.fault.name)
+    return failure.verdict is Verdict.CORDON or not is_widespread(job, failure.fault.name)
 
 
 def is_widespread(job: Job, fault: str) -> bool:
     """Whether the fault was seen on several machines within the window before its last occurrence."""
-    seen = [noted for noted in job.noted if noted.fault == fault]
-    since = seen[-1].at - job.settings.same_fault_window_s if seen else 0.0
-    return len({noted.machine for noted in seen if noted.at >= since}) > 1
+    return len(machines_with(job, fault)) > 1
+
+
+def machines_with(job: Job, fault: str) -> set[str]:
+    """Those on which the fault was seen within the window before its last occurrence."""
+    since = seen_since(job, fault)
+    return {noted.machine for noted in job.noted if noted.fault == fault and noted.at >= since}
+
+
+def seen_since(job: Job, fault: str) -> float:
+    """Where the window before the fault's last occurrence begins."""
+    seen = [noted.at for noted in job.noted if noted.fault == fault]
+    return seen[-1] - job.settings.same_fault_window_s if seen else 0.0
 
 
 def why_kept(job: Job, found: Accusation, now: float) -> str:
@@ -171,10 +194,9 @@ def why_kept(job: Job, found: Accusation, now: float) -> str:
 def wrongly_accused(job: Job) -> str:
     """The node that was sent away for what has turned out to be everybody's fault; empty if there is none."""
     for cordoned in job.cordons:
-        if cordoned.node_id not in job.cleared and cordoned.fault and is_widespread(job, cordoned.fault):
-            seen = [noted.at for noted in job.noted if noted.fault == cordoned.fault]
-            if cordoned.at >= seen[-1] - job.settings.same_fault_window_s:
-                return cordoned.node_id
+        is_open = cordoned.node_id not in job.cleared and cordoned.fault
+        if is_open and is_widespread(job, cordoned.fault) and cordoned.at >= seen_since(job, cordoned.fault):
+            return cordoned.node_id
     return ""
 
 

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from holdfast.core import events as e
 from holdfast.core import leases, ledger
 from holdfast.core import records as r
-from holdfast.core.faults import TRACEBACK_CHARS_MAX, Failure
+from holdfast.core.faults import LOG_LINE_CHARS_MAX, LOG_TAIL_LINES_MAX, TRACEBACK_CHARS_MAX, Failure
 from holdfast.core.health import checkup
 from holdfast.core.kept import IMAGES_MAX, SAID_EVERY_S, safety, together
 from holdfast.core.state import Draining, Finished, Incident, Job, Linked, Lost, Node, Present, Serving, Unlinked
@@ -30,6 +30,8 @@ from holdfast.core.troubles import seats_without
 
 MESSAGE_CHARS_MAX = 2_000
 """Of a failed step's error."""
+READINGS_MAX = 16
+"""Of a node's counters."""
 
 
 def decide(job: Job, event: e.Event, now: float) -> list[r.Record]:
@@ -84,6 +86,8 @@ def decide(job: Job, event: e.Event, now: float) -> list[r.Record]:
             return [r.PacesNoted(at=now, node_id=node_id, paces=known)]
         case e.NumbersReported():
             return _numbers(job, event, now)
+        case e.CountersRead():
+            return _counters(job, event, now)
         case e.NodeExamined():
             return checkup.decide(job, event, now)
         case e.DrainAsked(node_id=node_id, why=why):
@@ -178,7 +182,7 @@ def _session_news(
         case e.StepInterrupted(stumble=stumble) if _is_at_work(job, (node_id, stumble.local_rank)):
             return [r.StepBroken(at=now, node_id=node_id, view=view, stumble=_bounded(stumble))]
         case e.WorkersStalled(stalled_s=stalled_s, vectors=vectors):
-            shown = tuple(replace(v, stack=v.stack[-TRACEBACK_CHARS_MAX:]) for v in vectors)
+            shown = tuple(map(_shortened, vectors))
             if node_id in job.stuck and job.stuck[node_id].vectors == shown:
                 return []
             return [r.WorkersStuck(at=now, node_id=node_id, view=view, stalled_s=stalled_s, vectors=shown)]
@@ -187,6 +191,19 @@ def _session_news(
         case e.TrainingClosed(step=step) if not job.is_closed:
             return [r.TrainingEnded(at=now, node_id=node_id, view=view, step=step)]
     return []
+
+
+def _shortened(vector: e.Vector) -> e.Vector:
+    tail = tuple(line[:LOG_LINE_CHARS_MAX] for line in vector.log_tail[-LOG_TAIL_LINES_MAX:])
+    return replace(vector, stack=vector.stack[-TRACEBACK_CHARS_MAX:], log_tail=tail)
+
+
+def _counters(job: Job, event: e.CountersRead, now: float) -> list[r.Record]:
+    """Also of a view that is over: they come when the failure may have been answered."""
+    if job.live(event.node_id, event.incarnation) is None or isinstance(job.phase, Finished):
+        return []
+    kept = tuple(reading[:LOG_LINE_CHARS_MAX] for reading in event.readings[:READINGS_MAX])
+    return [r.CountersNoted(at=now, node_id=event.node_id, view=event.view, readings=kept)]
 
 
 def _numbers(job: Job, event: e.NumbersReported, now: float) -> list[r.Record]:

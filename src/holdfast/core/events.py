@@ -81,6 +81,9 @@ class Vector(msgspec.Struct, frozen=True, kw_only=True):
     joining: bool = False
     """Whether it waits for a view, or for the others of one: then it is not the one that keeps them waiting."""
     stack: str = ""
+    log_file: str = ""
+    log_tail: tuple[str, ...] = ()
+    """The last that it wrote there."""
 
 
 class DataSource(msgspec.Struct, frozen=True, kw_only=True):
@@ -333,6 +336,15 @@ class NumbersReported(msgspec.Struct, frozen=True, kw_only=True, tag="numbers-re
     outcome: str
 
 
+class CountersRead(msgspec.Struct, frozen=True, kw_only=True, tag="counters-read"):
+    """What is wrong with a node by its devices' counters, after something failed on it in the view."""
+
+    node_id: str
+    incarnation: str
+    view: int
+    readings: tuple[str, ...]
+
+
 class Pace(msgspec.Struct, frozen=True):
     """A worker's own time in a step, without what it waits for others: the median over its last steps."""
 
@@ -389,6 +401,7 @@ Event = (
     | StretchSkipped
     | StreamNews
     | NumbersReported
+    | CountersRead
     | PacesReported
     | NodeExamined
     | DrainAsked

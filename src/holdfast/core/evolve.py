@@ -9,7 +9,7 @@ import msgspec
 
 from holdfast.core import leases, ledger, stragglers
 from holdfast.core import records as r
-from holdfast.core.blame import doubtful_nodes, note
+from holdfast.core.blame import doubtful_nodes, note, note_loss
 from holdfast.core.copies import Holder, Seats, layout_of, reseat
 from holdfast.core.health import checkup
 from holdfast.core.interval import fault_rate
@@ -56,6 +56,8 @@ def _apply(job: Job, record: r.Record) -> None:
             _join(job, record)
         case r.NodeLost(at=at, node_id=node_id, certain=certain, since=since, why=why):
             _lose_node(job.nodes[node_id], Lost(at=at, certain=certain, since=since, why=why))
+            if not certain:
+                note_loss(job, node_id, at)
         case r.NodeAdmitted(node_id=node_id):
             job.nodes[node_id].admitted = True
         case r.NodeCordoned(node_id=node_id, why=why):
@@ -112,7 +114,7 @@ def _apply(job: Job, record: r.Record) -> None:
             stragglers.note(job, record)
         case r.StragglerFound(node_id=node_id, local_rank=local_rank, own_s=own_s, usual_s=usual_s):
             job.stragglers[(node_id, local_rank)] = usual_s / own_s
-        case r.NumbersOdd():
+        case r.NumbersOdd() | r.CountersNoted():
             pass  # for people
         case r.NodesChecked() | r.NodeSuspected() | r.NodeReadmitted():
             checkup.evolve(job, record)

@@ -74,6 +74,13 @@ FAULT_TYPES: tuple[FaultType, ...] = (
         meaning="a kernel on the device did not come to its end, by its own fault or the device's",
         examine=True,
     ),
+    _T(
+        name="device-not-found",
+        blame=_PROCESS,
+        severity=_SERIOUS,
+        meaning="the script wants a device that is not there: its number is wrong, or the device is gone",
+        examine=True,
+    ),
     _T(name="loader-died", blame=_PROCESS, severity=_PASSING, meaning="a data loader's own process died"),
     _T(name="hang", blame=_PROCESS, severity=_PASSING, meaning="the process did not move any more"),
     # The node.

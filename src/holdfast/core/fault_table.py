@@ -105,6 +105,12 @@ def fault_of(name: str, evidence: str = "", table: FaultTable = BUILT_IN) -> Fau
     return _fault(table, name, evidence)
 
 
+def blame_of(name: str) -> Blame:
+    """Of a kind by its name alone, by our own table; a name that it has not is an accelerator's."""
+    kinds = BUILT_IN.types | {one.name: one for one in hardware_types([FaultRule(fault=name)])}
+    return kinds[name].blame
+
+
 def _fault(table: FaultTable, name: str, evidence: str) -> Fault:
     kind = table.types[name]
     return Fault(

@@ -1,7 +1,8 @@
 """What can go wrong with a worker, as typed values, and which of several failures is the cause.
 
 When one rank dies, its peers' collectives break and they die too, each with a traceback of its own.
-Those are *collateral*: folded under the first real failure. The rule, in order:
+Those are *collateral*: folded under the first real failure. What its own fault blames on the node is none, whatever
+raised it: a watchdog of collectives is often the first to see a device die. The rule, in order:
 
 1. a failure that is not collateral comes before one that is;
 2. of equals, the one that happened first (`failed_at`, the moment of the exception where it is known, not the
@@ -114,6 +115,8 @@ COLLATERAL_TEXTS = (
 
 def is_collateral(failure: Failure) -> bool:
     """Whether this failure is what a healthy rank suffers when another one goes."""
+    if failure.blame is Blame.NODE:
+        return False
     if failure.exception.rpartition(".")[2] in COLLATERAL_TYPES:
         return True
     return bool(failure.exception) and any(text in failure.message for text in COLLATERAL_TEXTS)

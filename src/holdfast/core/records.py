@@ -285,6 +285,15 @@ class NumbersOdd(msgspec.Struct, frozen=True, kw_only=True, tag="numbers-odd"):
     outcome: str
 
 
+class CountersNoted(msgspec.Struct, frozen=True, kw_only=True, tag="counters-noted"):
+    """What is wrong with a node by its devices' counters, after something failed on it in the view."""
+
+    at: float
+    node_id: str
+    view: int
+    readings: tuple[str, ...]
+
+
 class StragglerFound(msgspec.Struct, frozen=True, kw_only=True, tag="straggler-found"):
     """A rank has been slower than all others for a while."""
 
@@ -520,6 +529,7 @@ DurableRecord = (
     | CheckpointPublished
     | StateSafe
     | NumbersOdd
+    | CountersNoted
     | StragglerFound
     | NodesChecked
     | NodeSuspected

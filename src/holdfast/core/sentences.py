@@ -89,6 +89,8 @@ def sentence(record: r.Record) -> str:
                 f"rank {rank} on {node_id} is a straggler: {own_s * 1000:.1f} ms a step before its first collective,"
                 f" {times} as the others ({usual_s * 1000:.1f} ms)"
             )
+        case r.CountersNoted(node_id=node_id, readings=readings):
+            return f"by the counters of {node_id}: {'; '.join(readings)}"
         case r.NumbersOdd(rank=rank, step=step, what=what, outcome=outcome):
             ends = {
                 "repeated": f"{what}: the step is repeated",

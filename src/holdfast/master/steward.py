@@ -8,11 +8,17 @@ After the journal has it:
     a fault that is a node's      into the machine's history; if that makes it a lemon it is kept from jobs for a while
     a node falls silent           the same, counted half: the node may have been taken away, or the network
     a worker is replaced          as it hangs: the same, counted a tenth
+    a fault is everybody's        what was counted of it a moment before is taken back; so with nodes that fall silent
     a node joins after a fault    it is back: from now on it is on probation
-    a node is cordoned            for good: the platform is told, unless too many were within a day
+    a node is cordoned            for good: the platform is told
     a node is cleared             all of it is taken back
-    a check is over               passed, or failed: then it is on probation until another one is passed. To be slow is
-                                  no failure: the others of the next job may be as slow, and it is checked again
+    a check is over               passed, or failed: then it is on probation until another one is passed. What is the
+                                  hardware's counts as a fault, once until then, unless other machines failed alike. To
+                                  be slow is no failure: the others of the next job may be as slow, and it is checked
+                                  again
+
+Jobs mark machines on the platform, for good or for a while, `--cordon-limit` of them within a day. A mark of a person's
+is not theirs to change.
 
 The book and the platform may fail or be slow: then it is logged, and the job goes on as if nothing were known.
 """
@@ -22,7 +28,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import structlog
 from msgspec.structs import replace
@@ -32,8 +38,9 @@ from holdfast.core import blame
 from holdfast.core.events import Event, Hello, WorkerFailed
 from holdfast.core.fault_table import fault_of
 from holdfast.core.fault_types import Fault
+from holdfast.core.faults import Failure
 from holdfast.core.health import reputation
-from holdfast.core.health.reputation import DAY_S, Kind, Mark, NodeEvent, Repute
+from holdfast.core.health.reputation import BY_JOB, DAY_S, Kind, Mark, NodeEvent, Repute
 from holdfast.core.ladder import Strategy, Verdict
 from holdfast.core.records import (
     NodeCleared,
@@ -48,8 +55,9 @@ from holdfast.core.records import (
 from holdfast.core.state import Job
 from holdfast.core.troubles import listed
 from holdfast.errors import HoldfastError
+from holdfast.guests import Guest, GuestError
 from holdfast.journal import NodeBook
-from holdfast.monitors import ErrorMonitor, NodeFacts
+from holdfast.monitors import ErrorMonitor, NodeFacts, Panel
 
 if TYPE_CHECKING:
     from holdfast.platforms.base import Platform
@@ -62,6 +70,8 @@ ONE_FAULT_S = 60.0
 WHY_CHARS_MAX = 500
 
 TOLD = (Kind.CORDONED, Kind.UNCORDONED)
+
+_Found = TypeVar("_Found")
 
 log = structlog.get_logger("master")
 
@@ -76,7 +86,9 @@ class Steward:
         error_monitors: Sequence[ErrorMonitor] = (),
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._book, self._platform, self._monitors, self._clock = book, platform, error_monitors, clock
+        self._book, self._platform, self._clock = book, platform, clock
+        self._monitors = Panel(error_monitors)
+        self._lookups, self._changes = Guest("platform"), Guest("platform")
         self._calls: set[asyncio.Task[None]] = set()
 
     # --- before
@@ -86,12 +98,7 @@ class Steward:
         machines = {_machine(event) for event in events if isinstance(event, Hello)}
         if not machines:
             return events
-        try:
-            async with asyncio.timeout(LOOKUP_LIMIT_S):
-                known = await asyncio.to_thread(self._reputes, machines)
-        except TimeoutError:
-            log.error(f"what machines are known for could not be looked up in {LOOKUP_LIMIT_S:.0f} s")
-            known = {}
+        known = await self._looked_up(lambda: self._reputes(machines), LOOKUP_LIMIT_S) or {}
         return [
             replace(event, repute=known.get(_machine(event), Repute())) if isinstance(event, Hello) else event
             for event in events
@@ -99,7 +106,7 @@ class Steward:
 
     def has_to_say(self, event: Event) -> bool:
         """Whether the monitors are to be asked about this."""
-        return bool(self._monitors) and isinstance(event, WorkerFailed) and event.failure.fault is not None
+        return len(self._monitors) > 0 and isinstance(event, WorkerFailed) and event.failure.fault is not None
 
     async def judged(self, events: Sequence[Event], job: Job) -> list[Event]:
         """The same events, each failure with the verdict of the user's monitors; all of them within one time limit."""
@@ -111,22 +118,29 @@ class Steward:
 
     async def _judged(self, event: Event, job: Job, limit_s: float) -> Event:
         assert isinstance(event, WorkerFailed) and event.failure.fault is not None
-        facts = self._facts(job, event.node_id)
-        verdict = await monitors.ask(self._monitors, event.failure.fault, facts, limit_s=limit_s)
+        until = time.monotonic() + limit_s
+        facts = await self._facts(job, event.node_id, limit_s / 3)
+        verdict = await self._monitors.ask(event.failure.fault, facts, until - time.monotonic())
         if verdict is Verdict.NORMAL:
             return event
         return replace(event, failure=replace(event.failure, verdict=verdict))
 
-    def _facts(self, job: Job, node_id: str) -> NodeFacts:
+    async def _facts(self, job: Job, node_id: str, limit_s: float) -> NodeFacts:
+        """With what is known of the machine, as far as that can be had in time."""
         node = job.nodes.get(node_id)
         machine = blame.machine_of(job, node_id)
-        return NodeFacts(
-            node_id=node_id,
-            machine=machine,
-            host=node.info.host if node else "",
-            repute=self._repute(machine),
-            history=tuple(self._history(machine)),
-        )
+        known = await self._looked_up(lambda: (self._repute(machine), tuple(self._history(machine))), limit_s)
+        repute, history = known or (Repute(), ())
+        host = node.info.host if node else ""
+        return NodeFacts(node_id=node_id, machine=machine, host=host, repute=repute, history=history)
+
+    async def _looked_up(self, work: Callable[[], _Found], limit_s: float) -> _Found | None:
+        """In the book and on the platform, in a thread: a job goes on without."""
+        try:
+            return cast("_Found", await self._lookups.ask(work, limit_s))
+        except GuestError as error:
+            log.error(f"what machines are known for could not be looked up: {error}")
+            return None
 
     # --- after
 
@@ -134,17 +148,18 @@ class Steward:
         """Keep what the records say of machines. The journal has them."""
         for record in records:
             match record:
-                case WorkerLost(failure=failure) if failure.fault and self._counts(job, record):
-                    self._fault(job, failure.node_id, failure.fault, failure.message)
+                case WorkerLost(failure=failure) if failure.fault:
+                    self._failed(job, failure, failure.fault)
                 case NodeLost(node_id=node_id, certain=False, why=why):  # else its process died, which proves nothing
-                    self._fault(job, node_id, fault_of("node-lost"), why)
+                    if not self._take_back(job, blame.LOSS):
+                        self._fault(job, node_id, fault_of(blame.LOSS), why)
                 case ViewFormed(view=view) if view.replaced and view.strategy is not Strategy.DUMP:
                     for node_id in {node_id for node_id, _ in view.replaced}:
                         self._fault(job, node_id, fault_of("hang"), "a worker on it did not move any more")
                 case NodeJoined(info=info):
                     self._returned(job, info.machine or info.host)
                 case NodeCordoned(lasting=True, machine=machine, why=why):
-                    self._cordon(job, Mark(machine=machine, at=self._clock(), by=f"job {job.job_id}", why=why))
+                    self._cordon(job, Mark(machine=machine, at=self._clock(), by=_by(job), why=why))
                 case NodeCleared(machine=machine, fault=fault, why=why):
                     self._clear(job, machine, fault, why)
                 case NodesChecked():
@@ -156,54 +171,86 @@ class Steward:
             is_recent = cordoned.lasting and cordoned.at > self._clock() - DAY_S and cordoned.node_id not in job.cleared
             later = [e.kind for e in self._history(cordoned.machine) if e.at >= cordoned.at and e.kind in TOLD]
             if is_recent and not later:
-                by = f"job {job.job_id}"
-                self._cordon(job, Mark(machine=cordoned.machine, at=cordoned.at, by=by, why=cordoned.why))
+                self._cordon(job, Mark(machine=cordoned.machine, at=cordoned.at, by=_by(job), why=cordoned.why))
 
     async def close(self) -> None:
         """What was asked of the platform is done, or given up."""
         if self._calls:
             await asyncio.wait(self._calls, timeout=PLATFORM_LIMIT_S)
 
-    def _counts(self, job: Job, record: WorkerLost) -> bool:
-        fault = record.failure.fault
-        assert fault is not None
-        if record.failure.verdict is Verdict.PARDON or blame.is_widespread(job, fault.name):
-            return False
-        return reputation.weight_of(fault) > 0 or record.failure.verdict is Verdict.CORDON
+    def _failed(self, job: Job, failure: Failure, fault: Fault) -> None:
+        self._take_back(job, fault.name)
+        is_asked = failure.verdict is Verdict.CORDON
+        if blame.is_evidence(job, failure) and (is_asked or reputation.weight_of(fault) > 0):
+            self._fault(job, failure.node_id, fault, failure.message)
 
     def _fault(self, job: Job, node_id: str, fault: Fault, why: str) -> None:
+        """The heaviest counts of what befalls a machine at once."""
         machine, now = blame.machine_of(job, node_id), self._clock()
-        history = self._history(machine)
-        if any(e.kind is Kind.FAULT and e.job_id == job.job_id and e.at > now - ONE_FAULT_S for e in history):
-            return
-        was_banned = reputation.add_up(history, now).is_banned
         weight = reputation.weight_of(fault) or 1.0
+        lately = self._faults_since(job, machine, now - ONE_FAULT_S)
+        if any(one.weight >= weight for one in lately):
+            return
+        for one in lately:
+            self._note(machine, Kind.CLEARED, job, fault=one.fault, weight=one.weight, why=f"part of {fault.name}")
         self._note(machine, Kind.FAULT, job, fault=fault.name, weight=weight, why=why or fault.meaning)
-        record = self._record(machine)
-        if record.is_banned and not was_banned:
-            why = f"it keeps failing: a score of {record.score:.1f} faults, the last one {fault.name}"
-            until = now + reputation.banned_for_s(record.score)
-            self._cordon(job, Mark(machine=machine, at=now, by=f"job {job.job_id}", why=why, until=until))
+        self._ban(job, machine)
+
+    def _take_back(self, job: Job, fault: str) -> bool:
+        """If it has come to several machines: what was counted of it. Whether it has."""
+        if not blame.is_widespread(job, fault):
+            return False
+        since = blame.seen_since(job, fault)
+        for machine in sorted(blame.machines_with(job, fault)):
+            if any(one.fault == fault for one in self._faults_since(job, machine, since)):
+                self._clear(job, machine, fault, "it came to several machines at once")
+        return True
+
+    def _faults_since(self, job: Job, machine: str, since: float) -> list[NodeEvent]:
+        """In this job, but for those that were taken back."""
+        history = reputation.uncleared(self._history(machine))
+        return [e for e in history if e.kind is Kind.FAULT and e.job_id == job.job_id and e.at >= since]
 
     def _checked(self, job: Job, record: NodesChecked) -> None:
-        """One that failed counts as a fault, and is no secret until another is passed. Of the nodes of one machine, the
-        worst counts."""
-        lines: dict[str, NodeEvent] = {}
-        for verdict in sorted(record.nodes, key=lambda one: one.fitness == "unfit"):
-            is_fit = verdict.fitness != "unfit"
-            lines[blame.machine_of(job, verdict.node_id)] = NodeEvent(
+        """Of the nodes of one machine, the worst counts. That one fails again before it has passed is no news."""
+        worst = {
+            blame.machine_of(job, verdict.node_id): verdict
+            for verdict in sorted(record.nodes, key=lambda one: one.fitness == "unfit")
+        }
+        unfit = {machine: verdict.problems for machine, verdict in worst.items() if verdict.fitness == "unfit"}
+        weights = reputation.check_weights(unfit)
+        lines = []
+        for machine, verdict in worst.items():
+            if machine in unfit and not self._is_news(machine, weights[machine]):
+                continue
+            event = NodeEvent(
                 at=self._clock(),
-                kind=Kind.CHECK_PASSED if is_fit else Kind.CHECK_FAILED,
-                fault="" if is_fit else "check-failed",
-                weight=0.0 if is_fit else 1.0,
+                kind=Kind.CHECK_FAILED if machine in unfit else Kind.CHECK_PASSED,
+                fault="check-failed" if machine in unfit else "",
+                weight=weights.get(machine, 0.0),
                 job_id=job.job_id,
                 why=f"{verdict.why or 'all stages'} ({record.why})"[:WHY_CHARS_MAX],
             )
-        self._write(lines.items())
+            lines.append((machine, event))
+        self._write(lines)
+        for machine, _ in lines:
+            if weights.get(machine):
+                self._ban(job, machine)
+
+    def _is_news(self, machine: str, weight: float) -> bool:
+        """Whether a failed check is to be written down: the first since one was passed, or the first that counts."""
+        failed = reputation.add_up(self._history(machine), self._clock()).failed_check
+        return failed is None or weight > failed.weight
 
     def _returned(self, job: Job, machine: str) -> None:
         if reputation.has_to_return(self._history(machine)):
             self._note(machine, Kind.RETURNED, job, why="it joined a job after a fault")
+
+    def _ban(self, job: Job, machine: str) -> None:
+        """If it has come to that."""
+        mark = reputation.ban(machine, self._history(machine), self._clock(), _by(job))
+        if mark:
+            self._cordon(job, mark)
 
     def _cordon(self, job: Job, mark: Mark) -> None:
         platform = self._platform
@@ -212,8 +259,11 @@ class Steward:
         limit = job.settings.cordon_limit
 
         def work() -> None:
-            others = [other for other in platform.unschedulable().values() if other.machine != mark.machine]
-            lately = [other for other in others if other.at > mark.at - DAY_S and other.by.startswith("job ")]
+            marks = platform.unschedulable()
+            there = marks.pop(mark.machine, None)
+            if there and not reputation.may_replace(there, mark):
+                return
+            lately = [other for other in marks.values() if other.at > mark.at - DAY_S and other.is_of_job]
             if len(lately) >= limit:
                 log.error(f"machine {mark.machine} is not cordoned: {limit} were within a day (--cordon-limit)")
                 return
@@ -224,18 +274,20 @@ class Steward:
         self._call(work, f"cordon machine {mark.machine}")
 
     def _clear(self, job: Job, machine: str, fault: str, why: str) -> None:
-        faults = [e for e in self._history(machine) if (e.kind, e.fault, e.job_id) == (Kind.FAULT, fault, job.job_id)]
-        weight = faults[-1].weight if faults else 0.0
-        self._note(machine, Kind.CLEARED, job, fault=fault, weight=weight, why=why)
+        since = blame.seen_since(job, fault)
+        for one in self._faults_since(job, machine, since):
+            if one.fault == fault:
+                self._note(machine, Kind.CLEARED, job, fault=fault, weight=one.weight, why=why)
         platform = self._platform
-        if platform is not None:
+        if platform is None:
+            return
 
-            def work() -> None:
-                mark = platform.unschedulable().get(machine)
-                if mark and mark.by == f"job {job.job_id}":  # somebody else's is not ours to take back
-                    platform.mark_schedulable(machine)
+        def work() -> None:
+            mark = platform.unschedulable().get(machine)
+            if mark and mark.by == _by(job) and mark.at >= since:  # any other is not ours, or for something else
+                platform.mark_schedulable(machine)
 
-            self._call(work, f"let machine {machine} back")
+        self._call(work, f"let machine {machine} back")
 
     def _call(self, work: Callable[[], None], what: str) -> None:
         """Of the platform, beside everything else and in order."""
@@ -245,10 +297,9 @@ class Steward:
             if before:
                 await asyncio.wait(before)
             try:
-                async with asyncio.timeout(PLATFORM_LIMIT_S):
-                    await asyncio.to_thread(work)
-            except Exception as error:  # a platform's library may raise anything, and no job ends for it
-                log.error(f"the platform could not {what}: {error or type(error).__name__}")
+                await self._changes.ask(work, PLATFORM_LIMIT_S)
+            except GuestError as error:  # no job ends for it
+                log.error(f"the platform could not {what}: {error}")
 
         task = asyncio.get_running_loop().create_task(run())
         self._calls.add(task)
@@ -276,9 +327,6 @@ class Steward:
             log.error(f"nothing is known about machine {machine}: {error}")
             return []
 
-    def _record(self, machine: str) -> reputation.Record:
-        return reputation.add_up(self._history(machine), self._clock())
-
     def _repute(self, machine: str) -> Repute:
         return self._reputes({machine})[machine]
 
@@ -287,7 +335,7 @@ class Steward:
         try:
             marks = self._platform.unschedulable() if self._platform else {}
             known = {*marks, *(self._book.machines() if self._book else ())}
-        except Exception as error:  # see _call
+        except Exception as error:  # a platform's library may raise anything
             log.error(f"what machines are known for could not be looked up: {error}")
             return dict.fromkeys(machines, Repute())
         now = self._clock()
@@ -295,6 +343,10 @@ class Steward:
             name: reputation.judge(self._history(name), now, marks.get(name)) if name in known else Repute()
             for name in machines
         }
+
+
+def _by(job: Job) -> str:
+    return f"{BY_JOB}{job.job_id}"
 
 
 def _machine(hello: Hello) -> str:

@@ -5,8 +5,10 @@ what was decided and why. Pure.
     others       failures that are no echo of it, and how many are
     stacks       of all ranks when nothing moved, or of steps that failed: those that are in the same place, once
     progress     how far each rank had come
-    nodes        what is known of the nodes concerned: what they were known for, what the last check of them measured
-                 and what their counters said, and what became of them
+    hung         when nothing moved, who has come least far, and the end of what they wrote
+    nodes        what is known of the nodes concerned, of a hang those of who has come least far: what they were known
+                 for, what their counters said when it failed, what the last check of them measured, and what became of
+                 them
     kept         which step of the state was where, as last written down before
     decisions    each with its reason, and the step in memory that all started from; and what became of them
 
@@ -37,6 +39,7 @@ PROGRESS_SHOWN_MAX = 1_024
 FACTS = (r.WorkerLost, r.StepBroken, r.WorkersStuck, r.NodeLost, r.NodeDraining, r.NodeCordoned)
 CONCERNING = (r.NodeLost, r.NodeCordoned, r.NodeDraining, r.NodeSuspected)
 PROBLEMS_SHOWN_MAX = 16
+HUNG_SHOWN_MAX = 8
 DATA = (r.StepsWitnessed, r.ShardsLeased, r.ShardFailed, r.ShardQuarantined, r.DataDescribed, r.DataSkipped)
 """What comes all the time and has nothing to do with it."""
 
@@ -60,6 +63,16 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """For others, in a collective."""
     is_suspect: bool
     """It has come least far."""
+
+
+class Hung(msgspec.Struct, frozen=True, kw_only=True):
+    """One that has come least far when nothing moved, and the last that it wrote."""
+
+    rank: int
+    local_rank: int
+    node_id: str
+    log_file: str
+    log_tail: tuple[str, ...]
 
 
 class NodeNote(msgspec.Struct, frozen=True):
@@ -104,6 +117,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """Failures and failed steps that are echoes of others."""
     stacks: tuple[StackGroup, ...]
     progress: tuple[Progress, ...]
+    hung: tuple[Hung, ...]
     nodes: tuple[NodeNote, ...]
     kept: str
     """What of the state was safe against what; empty: nothing was said of it."""
@@ -131,6 +145,7 @@ def explain(entries: Sequence[Entry], number: int) -> Explanation:
     stumbles = [(x.node_id, x.stumble) for x in records if isinstance(x, r.StepBroken)]
     kind = decided[0].kind if decided else opened.kind
     root = root_cause(failures) if kind == "worker" else None
+    hung = tuple(_hung(records))[:HUNG_SHOWN_MAX]
     told = own[:TIMELINE_MAX]
     return Explanation(
         job_id=next((e.record.job_id for e in entries if isinstance(e.record, r.JobCreated)), ""),
@@ -143,7 +158,8 @@ def explain(entries: Sequence[Entry], number: int) -> Explanation:
         collateral=sum(is_collateral(f) for f in failures if f is not root) + sum(s.collateral for _, s in stumbles),
         stacks=tuple(_stacks(records)),
         progress=tuple(_progress(records))[:PROGRESS_SHOWN_MAX],
-        nodes=tuple(_nodes([entry for entry in entries if entry.seq <= own[-1].seq], records, root)),
+        hung=hung,
+        nodes=tuple(_nodes([*_until(entries, own[-1].seq, opened.view)], records, root, hung, opened.view)),
         kept=_kept(entries, opened),
         decisions=tuple(_decision(record) for record in decided),
         outcome=_outcome(records, closed),
@@ -167,6 +183,13 @@ def _of_incident(entries: Sequence[Entry], number: int) -> Iterator[Entry]:
             yield entry
         if isinstance(record, r.JobFinished) or (isinstance(record, r.IncidentClosed) and record.number == number):
             return
+
+
+def _until(entries: Sequence[Entry], seq: int, view: int) -> Iterator[Entry]:
+    """What was known at the end of the incident, and the counters of its view, which may have come later."""
+    for entry in entries:
+        if entry.seq <= seq or (isinstance(entry.record, r.CountersNoted) and entry.record.view == view):
+            yield entry
 
 
 def _fault(root: Failure | None, records: Sequence[r.DurableRecord], kind: r.IncidentKind) -> Fault | None:
@@ -200,11 +223,31 @@ def _stacks(records: Sequence[r.DurableRecord]) -> Iterator[StackGroup]:
         yield StackGroup(ranks, stack)
 
 
-def _progress(records: Sequence[r.DurableRecord]) -> Iterator[Progress]:
+def _vectors(records: Sequence[r.DurableRecord]) -> list[tuple[str, Vector, bool]]:
+    """By rank: how far each had come, as of the last report of its node, and whether that is least far."""
     stuck = {record.node_id: record for record in records if isinstance(record, r.WorkersStuck)}
     vectors = [(record.node_id, vector) for record in stuck.values() for vector in record.vectors]
     lowest = min((_distance(v) for _, v in vectors if not v.joining), default=None)
-    for node_id, vector in sorted(vectors, key=lambda pair: pair[1].rank):
+    return [
+        (node_id, vector, not vector.joining and _distance(vector) == lowest)
+        for node_id, vector in sorted(vectors, key=lambda pair: pair[1].rank)
+    ]
+
+
+def _hung(records: Sequence[r.DurableRecord]) -> Iterator[Hung]:
+    for node_id, vector, is_suspect in _vectors(records):
+        if is_suspect:
+            yield Hung(
+                rank=vector.rank,
+                local_rank=vector.local_rank,
+                node_id=node_id,
+                log_file=vector.log_file,
+                log_tail=vector.log_tail,
+            )
+
+
+def _progress(records: Sequence[r.DurableRecord]) -> Iterator[Progress]:
+    for node_id, vector, is_suspect in _vectors(records):
         yield Progress(
             rank=vector.rank,
             node_id=node_id,
@@ -212,7 +255,7 @@ def _progress(records: Sequence[r.DurableRecord]) -> Iterator[Progress]:
             phase=Phase(vector.phase).name.lower() if vector.phase in set(Phase) else str(vector.phase),
             collectives=vector.collectives,
             is_waiting=vector.waiting,
-            is_suspect=not vector.joining and _distance(vector) == lowest,
+            is_suspect=is_suspect,
         )
 
 
@@ -221,9 +264,13 @@ def _distance(vector: Vector) -> tuple[int, int, bool, int]:
 
 
 def _nodes(
-    entries: Sequence[Entry], records: Sequence[r.DurableRecord], root: Failure | None
+    entries: Sequence[Entry],
+    records: Sequence[r.DurableRecord],
+    root: Failure | None,
+    hung: Sequence[Hung],
+    view: int,
 ) -> Iterator[NodeNote]:
-    concerned = [root.node_id] if root else []
+    concerned = [root.node_id] if root else [one.node_id for one in hung]
     concerned += [x.node_id for x in records if isinstance(x, CONCERNING)]
     for node_id in dict.fromkeys(concerned):
         joined = [e.record for e in entries if isinstance(e.record, r.NodeJoined) and e.record.node_id == node_id]
@@ -231,12 +278,20 @@ def _nodes(
             info, repute = joined[-1].info, joined[-1].repute
             known = f"{repute.grade.value}: {repute.why}" if repute.why else repute.grade.value
             yield NodeNote(node_id, f"machine {info.machine or info.host} on {info.host}, known as {known}")
+        yield from _counters(entries, node_id, view)
         yield from _last_check(entries, node_id)
         for record in records:
             match record:
                 case r.NodeLost(node_id=who) | r.NodeCordoned(node_id=who) | r.NodeCleared(node_id=who):
                     if who == node_id:
                         yield NodeNote(node_id, sentence(record))
+
+
+def _counters(entries: Sequence[Entry], node_id: str, view: int) -> Iterator[NodeNote]:
+    for entry in entries:
+        match entry.record:
+            case r.CountersNoted(node_id=who, view=when, readings=readings) if (who, when) == (node_id, view):
+                yield from (NodeNote(node_id, f"counters after the fault: {reading}") for reading in readings)
 
 
 def _last_check(entries: Sequence[Entry], node_id: str) -> Iterator[NodeNote]:

@@ -20,6 +20,9 @@ from holdfast.core.health.reputation import Mark
 from holdfast.errors import UsageError
 
 ENTRY_POINTS = "holdfast.platforms"
+ENVIRONMENT = "HOLDFAST_PLATFORM"
+"""Names the platform for all that runs under it: a job's master inherits it from `holdfast run`."""
+LOCAL = "local"
 
 
 class Platform(Protocol):
@@ -49,11 +52,15 @@ def open_platform(name: str, state_dir: Path) -> Platform:
     the state directory."""
     from holdfast.platforms.local import LocalPlatform
 
-    if name == LocalPlatform.name:
+    if name in ("", LOCAL):
         return LocalPlatform(state_dir)
     plugged = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
     if name not in plugged:
-        known = ", ".join([LocalPlatform.name, *plugged])
-        raise UsageError(f"there is no platform {name!r}: there are {known}")
-    made: Platform = plugged[name].load()(state_dir)
+        known = ", ".join([LOCAL, *plugged])
+        raise UsageError(f"--platform {name} ({ENVIRONMENT}): there is no such platform, there are {known}")
+    try:
+        made: Platform = plugged[name].load()(state_dir)
+    except Exception as error:  # somebody else's module may raise anything
+        why = f"{type(error).__name__}: {error}"
+        raise UsageError(f"--platform {name} ({ENVIRONMENT}): it cannot be made ({why})") from error
     return made

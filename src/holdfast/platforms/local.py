@@ -8,12 +8,13 @@ from pathlib import Path
 
 from holdfast.core.health.reputation import Mark
 from holdfast.journal import BOOK_NAME, NodeBook
+from holdfast.platforms.base import LOCAL
 
 
 class LocalPlatform:
     """Machines are marked in the book of nodes. A mark that has run out counts no more."""
 
-    name = "local"
+    name = LOCAL
 
     def __init__(self, state_dir: Path, clock: Callable[[], float] = time.time) -> None:
         self._book = NodeBook(state_dir / BOOK_NAME)

@@ -107,10 +107,17 @@ class Numerics:
     def _gradients(self) -> Iterator[torch.Tensor]:
         for optimizer in self._tracked.optimizers().values():
             for group in optimizer.param_groups:
-                yield from (local_of(p.grad) for p in group["params"] if p.grad is not None)
+                yield from (_dense(local_of(p.grad)) for p in group["params"] if p.grad is not None)
 
     def _has_scaler(self) -> bool:
         return any(isinstance(thing, torch.amp.GradScaler) for thing in self._tracked.others().values())
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    """All of it that is not zero, as of an embedding with sparse gradients: it has no norms of its own."""
+    if gradient.layout is torch.strided:
+        return gradient
+    return (gradient.coalesce() if gradient.is_sparse else gradient).values()
 
 
 def _guilt(is_own: bool, rank: int) -> int:

@@ -25,7 +25,6 @@ class Cpu(TorchAccelerator):
         FaultRule(fault="cpu-machine-check", text=r"mce: .*(Hardware Error|Machine check)"),
         FaultRule(fault="memory-uncorrectable", text=r"EDAC .*\bUE\b|uncorrected (memory|hardware) error"),
         FaultRule(fault="memory-uncorrectable", signal="SIGBUS", text=r"hardware memory (error|corruption)"),
-        FaultRule(fault="cpu-machine-check", signal="SIGILL"),
     )
 
     def is_present(self) -> bool:

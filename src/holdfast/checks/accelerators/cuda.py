@@ -7,6 +7,7 @@ Not run on a GPU by this project's tests, which have none: the parsers are, on w
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 
 from holdfast.checks.accelerators.base import Ailment, FaultRule, tool_output
@@ -23,14 +24,15 @@ FIELDS = (
 )
 QUERY = ("nvidia-smi", f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits")
 KERNEL_LOG = ("dmesg", "--level=emerg,alert,crit,err,warn")
-XID = re.compile(r"NVRM: Xid \(PCI:(?P<bus>[0-9A-Fa-f:.]+)\): (?P<number>\d+)")
+XID = re.compile(r"(?m)^\[ *(?P<at_s>\d+\.\d+)\].* NVRM: Xid \(PCI:(?P<bus>[0-9A-Fa-f:.]+)\): (?P<number>\d+)")
+XIDS_AGE_MAX_S = 3_600.0
+"""The log goes back to the machine's start, and what was repaired since is in it too."""
 
 # Those after which the driver's documentation asks for a reset of the GPU, a restart of the node or a repair. Others
-# are mostly an application's own (13, 31, 43, 45).
+# are mostly an application's own (13, 31, 43, 45), or a repair that the GPU made itself (63).
 HARDWARE_XIDS = {
     48: "a double-bit memory error",
     62: "the micro-controller halted",
-    63: "a memory page or row is to be retired",
     64: "a memory page or row could not be retired",
     74: "an NVLink error",
     79: "the GPU has fallen off the bus",
@@ -59,11 +61,12 @@ class Cuda(TorchAccelerator):
         FaultRule(fault="gpu-lost", text=r"GPU is lost|fallen off the bus|Xid .*: 79\b"),
         FaultRule(fault="gpu-memory-error", text=r"uncorrectable ECC error|Xid .*: (48|64|92|94|95|140)\b"),
         FaultRule(fault="gpu-driver-error", text=r"CUDA driver (version|initialization) |Xid .*: (62|119|120|143)\b"),
-        FaultRule(fault="gpu-link-error", text=r"NVLink error|Xid .*: 74\b|CUDA error: peer access"),
-        FaultRule(fault="gpu-unknown-device", text=r"CUDA error: (invalid device ordinal|no CUDA-capable device)"),
+        FaultRule(fault="gpu-link-error", text=r"NVLink error|Xid .*: 74\b"),
         FaultRule(fault="gpu-driver-error", text=r"CUDA error: unknown error"),
-        FaultRule(fault="gpu-launch-failure", text=r"CUDA error: unspecified launch failure"),
-        FaultRule(fault="gpu-memory-error", text=r"CUDA error: (an )?(uncorrectable|hardware stack error)"),
+        # What scripts and kernels do wrong on a device that is well, most often.
+        FaultRule(fault="device-not-found", text=r"CUDA error: (invalid device ordinal|no CUDA-capable device)"),
+        FaultRule(fault="gpu-launch-failure", text=r"CUDA error: (unspecified launch failure|hardware stack error)"),
+        FaultRule(fault="device-assertion", text=r"CUDA error: device-side assert"),
         FaultRule(fault="network-device-error", text=r"NCCL WARN .*(ibv_|IB ).*(error|failed)|Got completion .* error"),
     )
 
@@ -84,7 +87,7 @@ class Cuda(TorchAccelerator):
         if counters is None:
             silent = has_device_files()
             return [Ailment(fault="gpu-driver-error", text="nvidia-smi does not answer")] if silent else []
-        return [*parse_counters(counters), *parse_xids(tool_output(KERNEL_LOG) or "")]
+        return [*parse_counters(counters), *parse_xids(tool_output(KERNEL_LOG) or "", time.monotonic())]
 
 
 def has_device_files() -> bool:
@@ -121,12 +124,13 @@ def _of_gpu(index: int, row: dict[str, str]) -> list[Ailment]:
     return found
 
 
-def parse_xids(text: str) -> list[Ailment]:
-    """Of the kernel's log: each kind once a GPU, named by its bus."""
+def parse_xids(text: str, now_s: float) -> list[Ailment]:
+    """Of the kernel's log, whose times are seconds since the start, as `now_s`: each kind once a GPU, named by its bus,
+    of those that came lately."""
     found: dict[tuple[str, int], Ailment] = {}
     for match in XID.finditer(text):
-        number = int(match["number"])
-        if number in HARDWARE_XIDS:
+        number, is_recent = int(match["number"]), float(match["at_s"]) > now_s - XIDS_AGE_MAX_S
+        if number in HARDWARE_XIDS and is_recent:
             what = f"Xid {number} on {match['bus']}: {HARDWARE_XIDS[number]}"
             found[(match["bus"], number)] = Ailment(fault=_fault_of(number), text=what)
     return list(found.values())

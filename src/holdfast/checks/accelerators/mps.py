@@ -21,7 +21,10 @@ class Mps(TorchAccelerator):
     communicator = "holdfast.worker.collectives.communicators:Gloo"
     memory_free_share_min = 0.1  # it shares the machine's memory
     matmul_size = 2_048
-    faults = (FaultRule(fault="gpu-driver-error", text=r"MPSGraph|command buffer exited with error status"),)
+    faults = (
+        FaultRule(fault="device-out-of-memory", text=r"command buffer exited with error status.*Insufficient Memory"),
+        FaultRule(fault="gpu-launch-failure", text=r"command buffer exited with error status"),
+    )
 
     def is_present(self) -> bool:
         """In every machine of Apple's own processors."""

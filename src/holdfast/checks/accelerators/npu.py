@@ -25,12 +25,14 @@ class Npu(TorchAccelerator):
     backend = "hccl"
     communicator = "holdfast.worker.collectives.communicators:Hccl"
     faults = (
-        FaultRule(fault="npu-memory-error", text=r"HBM.*(multi-?bit|uncorrectable) ECC|507054|507053"),
-        FaultRule(fault="npu-lost", text=r"107020|507899.*device|drv.*device.*(lost|not exist)"),
-        FaultRule(fault="npu-driver-error", text=r"507899|rtDeviceReset.*fail|aclrtSetDevice.*fail"),
-        FaultRule(fault="npu-core-error", text=r"507015|aicore (exception|timeout)|AIC ERROR"),
+        FaultRule(fault="npu-memory-error", text=r"HBM.*(multi-?bit|uncorrectable) ECC|\b(507053|507054)\b"),
+        FaultRule(fault="npu-lost", text=r"drv.*device.*lost"),
+        # What scripts and kernels do wrong on a device that is well, most often; and what both ends of a link see.
+        FaultRule(fault="device-not-found", text=r"\b107001\b|drv.*device.*not exist"),
+        FaultRule(fault="gpu-launch-failure", text=r"\b(507014|507015)\b|aicore (exception|timeout)|AIC ERROR"),
         FaultRule(fault="collective-timeout", text=r"EI0002|EI0006|HCCL.*(socket|notify) (timeout|wait)"),
-        FaultRule(fault="npu-link-error", text=r"link down"),
+        FaultRule(fault="link-down", text=r"link down|\b507056\b"),
+        FaultRule(fault="npu-driver-error", text=r"\b507899\b|rtDeviceReset.*fail|aclrtSetDevice.*fail"),
     )
 
     def is_present(self) -> bool:

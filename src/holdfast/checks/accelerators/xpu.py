@@ -22,9 +22,10 @@ class Xpu(TorchAccelerator):
     backend = "xccl"
     communicator = "holdfast.worker.collectives.communicators:Xccl"
     faults = (
-        FaultRule(fault="gpu-lost", text=r"UR_RESULT_ERROR_DEVICE_LOST|ZE_RESULT_ERROR_DEVICE_LOST"),
         FaultRule(fault="gpu-driver-error", text=r"(UR|ZE)_RESULT_ERROR_(UNINITIALIZED|DEVICE_REQUIRES_RESET)"),
-        FaultRule(fault="gpu-memory-error", text=r"GPU HANG|uncorrectable .*memory error"),
+        FaultRule(fault="gpu-memory-error", text=r"uncorrectable .*memory error"),
+        # The driver says so too when a kernel reads where nothing is, or memory runs out.
+        FaultRule(fault="gpu-launch-failure", text=r"(UR|ZE)_RESULT_ERROR_DEVICE_LOST|GPU HANG"),
     )
 
     def is_present(self) -> bool:

@@ -9,9 +9,12 @@ The numbers come from a public trace of 400 eight-GPU servers over 348 days (ben
                 another within a month in 2 of 3 cases, against 1 of 8 for any machine
 
 The score of a machine is the number of its faults, each counted half after every two weeks. A score of 2.5 (the third
-fault in about a week) is a ban, until it has decayed to 1. On the trace that bans 33 machines for 0.4 % of the time,
-and keeps 7 % of the faults out of jobs, 17 times as many as bans at random would; probation takes another 18 % of the
-faults to where there is somebody else, in 0.3 % of the time.
+fault in about a week) asks for a ban, until it has decayed to 1. On the trace that bans 33 machines for 0.4 % of the
+time, and keeps 7 % of the faults out of jobs, 17 times as many as bans at random would; probation takes another 18 % of
+the faults to where there is somebody else, in 0.3 % of the time.
+
+A ban is a mark that runs out. Whoever sets it minds the limit (master/steward.py); a machine that keeps failing and was
+not banned for that reason is on probation.
 
 Good machines get ranks first, those on probation stand by if there are enough others, those that are banned or
 cordoned are a last resort: taken when the job could not start or go on without them (conclude.py).
@@ -20,12 +23,15 @@ cordoned are a last resort: taken when the job could not start or go on without 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 
 import msgspec
 
+from holdfast.core.fault_table import blame_of
 from holdfast.core.fault_types import Blame, Fault
+from holdfast.core.health.findings import Problem
 
 DAY_S = 86_400.0
 PROBATION_S = DAY_S
@@ -35,6 +41,8 @@ LIFT_SCORE = 1.0
 WEIGHTS = {"node-lost": 0.5, "link-down": 0.5, "hang": 0.1, "residual-processes": 0.5, "device-slow": 0.5}
 """Of faults that may well have been somebody else's: most hangs are scripts'. The rest of those blamed on nodes count
 whole, others nothing."""
+NO_HARDWARE = frozenset({"check-failed", "no-answer", "device-missing", "device-memory-taken", "disk-error"})
+"""What a check may fail by on a machine that is well: a wrong flag, another's process, a full disk, no time."""
 TELLING_WEIGHT = 0.5
 """From which on a single fault is a reason for probation."""
 
@@ -59,12 +67,16 @@ class Repute(msgspec.Struct, frozen=True):
     why: str = ""
 
 
+BY_JOB = "job "
+"""How the name of whoever set a mark begins, if it is a job."""
+
+
 class Kind(StrEnum):
     """What can happen to a machine."""
 
     FAULT = "fault"
     CLEARED = "cleared"
-    """Its last fault was not its own after all."""
+    """Its last fault of this kind in this job was not its own after all, or part of another."""
     RETURNED = "returned"
     """It joined a job after a fault."""
     CORDONED = "cordoned"
@@ -95,18 +107,27 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True):
     until: float | None = None
     """None: until somebody lets it back."""
 
+    @property
+    def is_of_job(self) -> bool:
+        """Whether a job set it, not a person."""
+        return self.by.startswith(BY_JOB)
+
 
 class Record(msgspec.Struct):
     """A machine's history, added up to some moment."""
 
     score: float = 0.0
     at: float = 0.0
-    is_banned: bool = False
+    is_lemon: bool = False
+    """Its score asks for a ban."""
     returned_at: float | None = None
     """Since it was last back from a fault; None: it never was, or is still to come back."""
     last: NodeEvent | None = None
-    """Its last fault."""
+    """Its last fault that is a reason for probation."""
+    counted: NodeEvent | None = None
+    """What last added to the score: a fault, or a check that failed."""
     failed_check: NodeEvent | None = None
+    """Since one was passed; of several the one that counts most."""
 
 
 def weight_of(fault: Fault) -> float:
@@ -114,10 +135,36 @@ def weight_of(fault: Fault) -> float:
     return WEIGHTS.get(fault.name, 1.0 if fault.blame is Blame.NODE else 0.0)
 
 
+def check_weights(problems: Mapping[str, Iterable[Problem]]) -> dict[str, float]:
+    """How much it says against each machine that failed one check. What several failed alike is nobody's hardware."""
+    faults = {machine: {one.fault for one in found if is_hardware(one)} for machine, found in problems.items()}
+    seen = Counter(fault for those in faults.values() for fault in those)
+    return {machine: float(any(seen[fault] == 1 for fault in those)) for machine, those in faults.items()}
+
+
+def is_hardware(problem: Problem) -> bool:
+    """Whether what a check found means that the machine is broken: a wrong result, a counter, a device's own error."""
+    return problem.fault not in NO_HARDWARE and blame_of(problem.fault) is Blame.NODE
+
+
+def uncleared(history: Iterable[NodeEvent]) -> list[NodeEvent]:
+    """The history without faults that were taken back, as if they had not been."""
+    kept: list[NodeEvent] = []
+    for event in history:
+        if event.kind is not Kind.CLEARED:
+            kept.append(event)
+            continue
+        same = (Kind.FAULT, event.fault, event.job_id)
+        found = next((one for one in reversed(kept) if (one.kind, one.fault, one.job_id) == same), None)
+        if found:
+            kept.remove(found)
+    return kept
+
+
 def add_up(history: Iterable[NodeEvent], now: float) -> Record:
     """What a history, the oldest first, comes to."""
     record = Record()
-    for event in history:
+    for event in uncleared(history):
         _decay(record, event.at)
         _add(record, event)
     _decay(record, now)
@@ -128,33 +175,35 @@ def _decay(record: Record, at: float) -> None:
     record.score *= 0.5 ** (max(at - record.at, 0.0) / HALF_LIFE_S)
     record.at = max(at, record.at)
     if record.score <= LIFT_SCORE:
-        record.is_banned = False
+        record.is_lemon = False
 
 
 def _add(record: Record, event: NodeEvent) -> None:
     match event.kind:
         case Kind.FAULT:
-            record.score += event.weight
-            record.is_banned |= record.score >= BAN_SCORE
+            _count(record, event)
             if event.weight >= TELLING_WEIGHT:
                 record.last, record.returned_at = event, None
-        case Kind.CLEARED:
-            record.score = max(record.score - event.weight, 0.0)
-            record.is_banned &= record.score >= BAN_SCORE
-            record.last = None
-        case Kind.RETURNED:
-            record.returned_at = event.at if record.last else None
+        case Kind.RETURNED if record.last and record.returned_at is None:
+            record.returned_at = event.at
         case Kind.UNCORDONED:
-            record.score, record.is_banned = min(record.score, LIFT_SCORE), False
-            record.returned_at, record.failed_check = event.at, None
+            record.score, record.is_lemon = min(record.score, LIFT_SCORE), False
+            record.returned_at, record.last, record.failed_check = event.at, None, None
         case Kind.CHECK_PASSED:
             record.failed_check = None
         case Kind.CHECK_FAILED:
-            record.failed_check = event
-            record.score += event.weight
-            record.is_banned |= record.score >= BAN_SCORE
-        case Kind.CORDONED:
-            pass  # the mark says so, for as long as it is there
+            _count(record, event)
+            if record.failed_check is None or event.weight > record.failed_check.weight:
+                record.failed_check = event
+        case _:
+            pass  # a cordon's mark says so, for as long as it is there
+
+
+def _count(record: Record, event: NodeEvent) -> None:
+    record.score += event.weight
+    record.is_lemon |= record.score >= BAN_SCORE
+    if event.weight > 0:
+        record.counted = event
 
 
 def judge(history: Iterable[NodeEvent], now: float, mark: Mark | None = None) -> Repute:
@@ -164,19 +213,45 @@ def judge(history: Iterable[NodeEvent], now: float, mark: Mark | None = None) ->
     if mark and mark.until is not None and mark.until > now:
         return Repute(Grade.BANNED, f"{mark.why}; since {span(now - mark.at)}, for another {span(mark.until - now)}")
     record = add_up(history, now)
-    last = f"the last one {record.last.fault} {ago(now - record.last.at)}" if record.last else "none lately"
-    if record.is_banned:
-        left = span(banned_for_s(record.score))
-        return Repute(Grade.BANNED, f"it keeps failing: a score of {record.score:.1f} faults, {last}; for {left}")
+    if why := _doubt(record, now):
+        return Repute(Grade.PROBATION, why)
+    return Repute()
+
+
+def _doubt(record: Record, now: float) -> str:
+    """Why a machine that is not marked is on probation; empty if it is not."""
+    if record.is_lemon and record.counted:
+        return f"{_keeps_failing(record)} {ago(now - record.counted.at)}"
     if record.failed_check:
-        return Repute(Grade.PROBATION, f"a check of it failed {ago(now - record.failed_check.at)}")
+        return f"a check of it failed {ago(now - record.failed_check.at)}, and none was passed since"
     if record.returned_at is not None and now - record.returned_at < PROBATION_S:
         if record.last is None:
-            return Repute(Grade.PROBATION, f"it was let back {ago(now - record.returned_at)}")
-        return Repute(Grade.PROBATION, f"it is back from a fault since {span(now - record.returned_at)} only ({last})")
+            return f"it was let back {ago(now - record.returned_at)}"
+        last = f"{record.last.fault} {ago(now - record.last.at)}"
+        return f"it is back from a fault since {span(now - record.returned_at)} only (the last one {last})"
     if record.last and now - record.last.at < PROBATION_S:
-        return Repute(Grade.PROBATION, f"it failed {ago(now - record.last.at)}: {record.last.fault}")
-    return Repute()
+        return f"it failed {ago(now - record.last.at)}: {record.last.fault}"
+    return ""
+
+
+def _keeps_failing(record: Record) -> str:
+    last = record.counted.fault if record.counted else ""
+    return f"it keeps failing: a score of {record.score:.1f} faults, the last one {last}"
+
+
+def ban(machine: str, history: Iterable[NodeEvent], now: float, by: str) -> Mark | None:
+    """The mark that a machine with this history ought to have; None if there is no reason."""
+    record = add_up(history, now)
+    if not record.is_lemon:
+        return None
+    until = now + banned_for_s(record.score)
+    return Mark(machine=machine, at=now, by=by, why=_keeps_failing(record), until=until)
+
+
+def may_replace(there: Mark, mark: Mark) -> bool:
+    """Whether a job's mark may take the place of the one that is there. A person's stays until a person takes it away,
+    and none is made shorter."""
+    return there.until is not None or (there.is_of_job and mark.until is None)
 
 
 def banned_for_s(score: float) -> float:
@@ -186,8 +261,8 @@ def banned_for_s(score: float) -> float:
 
 def has_to_return(history: Iterable[NodeEvent]) -> bool:
     """Whether joining a job is news: something happened to it that it is now back from."""
-    telling = (Kind.FAULT, Kind.RETURNED, Kind.UNCORDONED, Kind.CLEARED)
-    return [event.kind for event in history if event.kind in telling][-1:] == [Kind.FAULT]
+    record = add_up(history, 0.0)
+    return record.last is not None and record.returned_at is None
 
 
 def preference(repute: Repute) -> int:
