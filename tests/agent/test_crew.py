@@ -9,11 +9,13 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from agent.crews import CrewUnderTest, crew, serve
 from holdfast.agent.places import place_in, reseat
 from holdfast.core import copies
+from holdfast.core.health.findings import CheckTask
 from holdfast.core.ladder import Strategy
 from holdfast.core.orders import Hold
 
@@ -431,6 +433,21 @@ def test_one_that_does_not_leave_in_time_is_killed(tmp_path: Path) -> None:
         assert job.crew.is_empty and not job.of("WorkerFailed")
 
     with_crew(tmp_path, test, shutdown_timeout_s=0.5)
+
+
+def test_spares_are_gone_before_the_node_is_checked_and_come_back_after_it(tmp_path: Path) -> None:
+    async def test(job: CrewUnderTest) -> None:
+        await job.begin()
+        standing_by = Hold(job_id="job", why="standing by", spares=2, world_size=3, session=job.crew._session())
+        await job.crew.hold(standing_by)
+        await job.parked(2)
+        task = CheckTask(checkup="1.1", round=0, kind="alone")
+        await job.crew.hold(msgspec.structs.replace(standing_by, spares=0, check=task))
+        assert job.crew.is_empty, "the check begins when this returns"
+        await job.crew.hold(standing_by)
+        await job.until(lambda: job.crew.parked == 2, "two again")
+
+    with_crew(tmp_path, test)
 
 
 def test_nobody_is_made_while_everybody_is_ended(tmp_path: Path) -> None:

@@ -10,10 +10,12 @@ import pytest
 
 from core.clinic import WRONG, Clinic, clinic
 from core.world import START, World, only, tags
+from holdfast.core import orders as o
 from holdfast.core import records as r
+from holdfast.core.events import SessionInfo
 from holdfast.core.faults import Exited, Signalled
-from holdfast.core.health.checkup import ALONE_TIMEOUT_S, EXIT_UNFIT, PAIR_TIMEOUT_S
-from holdfast.core.health.findings import ALONE, PAIRED, CheckResult, CheckTask
+from holdfast.core.health.checkup import ALONE_TIMEOUT_S, EXIT_UNFIT, PAIR_TIMEOUT_S, PAUSE_S
+from holdfast.core.health.findings import ALONE, PAIRED, CheckResult, CheckTask, Problem
 from holdfast.core.state import Awaited, Fit, LeftOut, Slow, Unfit
 
 SEGFAULT = Signalled(11, "SIGSEGV")
@@ -310,8 +312,9 @@ def test_a_node_that_does_not_answer_is_unfit_after_a_while() -> None:
     world.mute = {"b"}
     world.do(world.hello("a"), world.hello("b"), world.hello("c"))
     world.play()
-    world.wait(ALONE_TIMEOUT_S)
-    world.play()
+    for _ in range(2):
+        world.wait(ALONE_TIMEOUT_S)
+        world.play()
     assert world.health() == {"a": Fit, "b": Unfit, "c": Fit} and world.members == ["a", "c"]
     assert "no answer" in world.job.nodes["b"].health.why  # type: ignore[union-attr]
 
@@ -327,6 +330,94 @@ def test_a_node_that_falls_mute_in_the_pairs_is_blamed_and_its_partners_are_not(
         world.play()
         world.wait(PAIR_TIMEOUT_S)
     assert world.health() == {"a": Fit, "b": Unfit, "c": Fit, "d": Fit} and world.serving
+
+
+@pytest.mark.parametrize("killed", ["a", "b", "c", "ab", "abc"])
+def test_a_process_that_dies_once_in_a_pair_costs_nobody_its_name(killed: str) -> None:
+    world = clinic(3, check_only=True)
+    world.killed = set(killed)
+    world.come("a", "b", "c")
+    record = only(world.history, r.NodesChecked)
+    assert [verdict.fitness for verdict in record.nodes] == ["fit"] * 3 and not record.links
+    assert world.finished and world.finished.exit_code == 0
+    assert {n for n, t in world.tasks if t.kind == "ready"} == set(killed), "they have other stores now"
+
+
+def test_a_partner_that_begins_another_life_takes_no_further_part() -> None:
+    world = clinic(2, 2, spare_nodes=3)
+    world.come("a", "b", "c", "d", "e")
+    world.start_all()
+    world.do(world.hello("f"))
+    while not (pairs := [task for _, task in world.open_tasks() if task.kind == "pair"]):
+        (node_id, task), *_ = world.open_tasks()
+        world.answered.add((world.life(node_id), task.checkup, task.round))
+        world.do(world.examined(node_id, world.result(node_id, task)))
+    partner = next(task.partner for task in pairs if task.partner != "f")
+    world.do(world.broke(partner))
+    world.next_life(partner)
+    world.do(world.hello(partner, dead_lives=[f"{partner}.1"]))
+    world.play()
+    record = next(record for record in world.checked() if [v.node_id for v in record.nodes] == ["f"])
+    assert record.nodes[0].fitness == "fit" and not record.links
+
+
+PASSING = [
+    Problem("device", "device-memory-taken", "only 1.0 of 8.0 GiB of its memory are free", 0),
+    Problem("disk", "disk-error", "/tmp cannot be written: No space left on device"),
+    Problem("examination", "check-failed", "the examination could not be started"),
+]
+
+
+@pytest.mark.parametrize("problem", PASSING)
+def test_what_may_pass_is_looked_at_once_more_before_the_node_is_unfit(problem: Problem) -> None:
+    world = clinic(3)
+    world.failing = {"b": [problem]}
+    world.come("a", "b", "c")
+    assert world.gathering and not world.checked(), "it is given a moment"
+    world.wait(PAUSE_S)
+    world.play()
+    assert world.serving and set(world.health().values()) == {Fit} and world.now < START + 60
+    again = clinic(3, times={"b": 2.0})
+    again.failing = {"b": [problem]}
+    again.come("a", "b", "c")
+    again.wait(PAUSE_S)
+    again.play()
+    assert again.health() == {"a": Fit, "b": Slow, "c": Fit}, "it is compared with the others none the less"
+
+
+@pytest.mark.parametrize("problem", PASSING)
+def test_who_fails_twice_by_what_may_pass_is_unfit(problem: Problem) -> None:
+    world = clinic(2)
+    world.failing = {"b": [problem] * 2}
+    world.come("a", "b", "c")
+    world.wait(PAUSE_S)
+    world.play()
+    assert world.serving and world.health() == {"a": Fit, "b": Unfit, "c": Fit}
+    assert problem.text in world.job.nodes["b"].health.why  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("fault", ["wrong-result", "ecc-errors"])
+def test_a_wrong_result_and_a_counter_are_final(fault: str) -> None:
+    world = clinic(2)
+    world.failing = {"b": [Problem("device", fault, "it is broken", 0)]}
+    world.come("a", "b", "c")
+    assert world.serving and world.health() == {"a": Fit, "b": Unfit, "c": Fit} and world.now < START + PAUSE_S
+    assert kinds(task for task in world.tasks if task[0] == "b") == ["alone"]
+
+
+def test_a_spare_that_is_checked_has_no_parked_workers_until_its_check_is_over() -> None:
+    world = clinic(1, 1, spare_nodes=1, spare_check_interval_s=100.0, session=SessionInfo())
+    world.come("a", "b")
+    world.start_all()
+    world.do(world.settled("a"))
+    order = world.told["b.1"]
+    assert isinstance(order, o.Hold) and order.spares > 0
+    world.wait(101.0)
+    order = world.told["b.1"]
+    assert isinstance(order, o.Hold) and order.check and order.spares == 0
+    world.play()
+    order = world.told["b.1"]
+    assert isinstance(order, o.Hold) and order.check is None and order.spares > 0
 
 
 def test_a_node_that_dies_in_a_check_is_left_behind() -> None:

@@ -61,9 +61,14 @@ class Nodes(Place):
         self.lab, self.port, self.flags = install_lab(directory), free_port(), flags
 
     def node(self, name: str, *program: str, **faults: str) -> AgentProcess:
+        return self.start("--node-check", *self._words(name), *(program or (DONE,)), env=self.lab | faults)
+
+    def check(self, name: str, **faults: str) -> AgentProcess:
+        return self.start(*self._words(name), env=self.lab | faults, command=CHECK)
+
+    def _words(self, name: str) -> tuple[str, ...]:
         meet = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-id", "job")
-        words = (*meet, *GATHER, "--node-check", "--accelerator", "lab", *self.flags, "--node-id", name)
-        return self.start(*words, *(program or (DONE,)), env=self.lab | faults)
+        return (*meet, *GATHER, "--accelerator", "lab", *self.flags, "--node-id", name)
 
 
 @pytest.fixture
@@ -104,6 +109,13 @@ def test_of_five_nodes_two_are_broken_and_the_job_runs_on_the_others(tmp_path: P
     assert members(nodes.journal) == {"a", "c", "e"}
     assert [agent.wait() for agent in agents] == [0] * 5
     assert "b is unfit" in "".join(agent.stderr for agent in agents), "it is said, too"
+
+
+def test_a_process_that_is_killed_once_in_a_check_costs_nobody_its_name(tmp_path: Path) -> None:
+    nodes, died = Nodes(tmp_path, "--nnodes", "3"), tmp_path / "died"
+    agents = [nodes.check("a", LAB_DIES_ONCE=str(died)), nodes.check("b"), nodes.check("c")]
+    assert not bad(verdicts(nodes.journal).values()), "and no link"
+    assert [agent.wait() for agent in agents] == [0] * 3 and died.exists()
 
 
 @pytest.fixture

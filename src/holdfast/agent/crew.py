@@ -75,6 +75,8 @@ from holdfast.wire.session import (
 
 LOST_WAIT_S = 1.0
 """For a worker that was killed to be gone, so that its last step is known. The kernel takes milliseconds."""
+SPARES_GONE_S = 10.0
+"""For spares that were killed to be gone before the node is checked: what they had of the devices' memory is free then."""
 NO_SNAPSHOTS = Snapshots(every=-1)
 LINE_GRACE_S = 1.0
 """A process that ends closes its line a moment before its end is seen."""
@@ -179,7 +181,10 @@ class Crew:
         self._order, self._hold = None, order
         self._begun = -1
         self._reports.view = 0
+        spares = self._spares.workers
         self._mend()
+        if order.check and not await until_gone(spares, SPARES_GONE_S):
+            log.warning("spares that were killed are not gone yet; the node is checked beside them")
 
     async def stop(self, grace_s: float, with_signal: int = signal.SIGTERM) -> None:
         """End everything: by the signal, and by SIGKILL what is still there after the grace period. Spares have nothing

@@ -179,5 +179,6 @@ def _limit_s(task: CheckTask) -> float:
 
 
 def _failed(task: CheckTask, text: str) -> CheckResult:
+    """Without a port: the process is gone, and its store with it."""
     stage = "all-reduce" if task.kind == "pair" else "examination"
     return CheckResult(problems=(Problem(stage, "check-failed", text),))  # type: ignore[arg-type]

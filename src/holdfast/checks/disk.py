@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from holdfast.checks.measuring import measure
-from holdfast.core.health.findings import Problem, Timing
+from holdfast.core.health.findings import WRONG_RESULT, Problem, Timing
 
 BLOCK_S = 0.1
 SIZE_BYTES = 4 * 2**20
@@ -23,7 +23,7 @@ def check_disk(directory: Path) -> tuple[list[Timing], list[Problem]]:
             problem = _compare(file.fileno())
     except OSError as error:
         return [], [Problem("disk", "disk-error", f"{directory} cannot be written: {error.strerror}")]
-    return [timing], [Problem("disk", "disk-error", f"{directory}: {problem}")] if problem else []
+    return [timing], [Problem("disk", WRONG_RESULT, f"{directory}: {problem}")] if problem else []
 
 
 def _write(descriptor: int) -> None:

@@ -13,9 +13,8 @@ from pathlib import Path
 from holdfast.checks.accelerators.base import Accelerator, Device, Work
 from holdfast.checks.disk import check_disk
 from holdfast.checks.measuring import measure
-from holdfast.core.health.findings import TEXT_CHARS_MAX, Problem, Stage, Timing
+from holdfast.core.health.findings import TEXT_CHARS_MAX, WRONG_RESULT, Problem, Stage, Timing
 
-WRONG_RESULT = "wrong-result"
 CHECK_FAILED = "check-failed"
 
 Found = tuple[list[Timing], list[Problem]]

@@ -185,7 +185,9 @@ def _hold(job: Job, view: View, node: Node, leaving: bool) -> Hold:
     why = "this node is leaving" if leaving else f"standing by: the job runs on {len(view.members)} nodes"
     why = why if leaving else last_resort(node) or checkup.why_held(job, node) or why
     released = job.released.get(node.node_id) == node.incarnation
-    spares = 0 if leaving else _spares_standing_by(job, view, node)
+    check = checkup.task_of(job, node)
+    # Parked workers have the devices' memory: a check would find them there, and measure beside them.
+    spares = 0 if leaving or check else _spares_standing_by(job, view, node)
     return Hold(
         job_id=job.job_id,
         why=why,
@@ -194,7 +196,7 @@ def _hold(job: Job, view: View, node: Node, leaving: bool) -> Hold:
         world_size=view.world_size if job.session else 0,
         session=job.session,
         leaving=leaving,
-        check=checkup.task_of(job, node),
+        check=check,
     )
 
 

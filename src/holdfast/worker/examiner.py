@@ -3,8 +3,8 @@
 Its standard output is a socket to the agent: a task comes as a line of JSON, its result goes back as another. What
 anything here prints goes to standard error. It ends when the agent closes its end, or dies.
 
-Of two nodes that are paired, the one with rank 0 has the store at which they meet; its port is told in the result of
-the task before. The collectives go through the communicator of the job's own groups.
+Of two nodes that are paired, the one with rank 0 has the store at which they meet; its port is told in every result.
+The collectives go through the communicator of the job's own groups.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 import socket
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +39,7 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     """Whose disk is examined."""
     workers: int = 1
     pair_timeout_s: float = 20.0
+    """Of a whole pair task. Less than the agent waits: whose partner is gone is to live on, with its store."""
 
 
 class Examiner:
@@ -60,21 +60,20 @@ class Examiner:
         except Exception as error:  # a driver, a plug-in or torch may raise anything
             stage = "all-reduce" if task.kind == "pair" else "examination"
             result = CheckResult(problems=(problem_of(self._chosen(), stage, error),))  # type: ignore[arg-type]
-        return msgspec.structs.replace(result, took_s=time.monotonic() - began_at)
+        port = self._store.port if self._store else 0
+        return msgspec.structs.replace(result, store_port=port, took_s=time.monotonic() - began_at)
 
     def _do(self, task: CheckTask) -> CheckResult:
         accelerator = self._chosen()
         store = self._own_store()
         if task.kind == "ready":
-            return CheckResult(accelerator=accelerator.name, store_port=store.port)
+            return CheckResult(accelerator=accelerator.name)
         if task.kind == "pair":
             return self._pair(task, accelerator, store)
         assignment = self._assignment
         directory = Path(assignment.directory)
         timings, problems = check_alone(accelerator, directory, assignment.workers, task.stages)
-        return CheckResult(
-            timings=tuple(timings), problems=tuple(problems), accelerator=accelerator.name, store_port=store.port
-        )
+        return CheckResult(timings=tuple(timings), problems=tuple(problems), accelerator=accelerator.name)
 
     def _chosen(self) -> Accelerator:
         if self._accelerator is None:
@@ -96,16 +95,15 @@ class Examiner:
     def _pair(self, task: CheckTask, accelerator: Accelerator, own: TCPStore) -> CheckResult:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        from holdfast.worker.pairing import Pairing
+        from holdfast.worker.pairing import Pairing, TimeLeft
 
-        timeout = timedelta(seconds=self._assignment.pair_timeout_s)
+        time_left = TimeLeft(self._assignment.pair_timeout_s)
         store: Any = own
         if task.rank != 0:
-            store = TCPStore(task.store_host, task.store_port, is_master=False, wait_for_workers=False, timeout=timeout)
-        timings, problems = Pairing(accelerator, store, task, timeout).measure()
-        return CheckResult(
-            timings=tuple(timings), problems=tuple(problems), accelerator=accelerator.name, store_port=own.port
-        )
+            where = task.store_host, task.store_port
+            store = TCPStore(*where, is_master=False, wait_for_workers=False, timeout=time_left())
+        timings, problems = Pairing(accelerator, store, task, time_left).measure()
+        return CheckResult(timings=tuple(timings), problems=tuple(problems), accelerator=accelerator.name)
 
 
 def serve(connection: socket.socket, examiner: Examiner) -> None:

@@ -2,7 +2,8 @@
 right. Each device with its counterpart, one after the other.
 
 How often each is repeated the two agree on by collectives of their own, as both must do the same; what takes as long
-as a whole stage should is not repeated. A watchdog frees whoever hangs.
+as a whole stage should is not repeated. A watchdog frees whoever hangs, and all of it has an end, as a partner may be
+gone.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from torch._C._distributed_c10d import AllreduceOptions, PrefixStore, ReduceOp, 
 
 from holdfast.checks.accelerators.base import Accelerator
 from holdfast.checks.measuring import BLOCKS, SHARE_MAX, timing_of
-from holdfast.checks.stages import WRONG_RESULT, problem_of
+from holdfast.checks.stages import problem_of
 from holdfast.checks.waiting import Waiting
-from holdfast.core.health.findings import CheckTask, Problem, Stage, Timing
+from holdfast.core.health.findings import WRONG_RESULT, CheckTask, Problem, Stage, Timing
 from holdfast.worker.collectives.communicators import Communicator, of_accelerator
 from holdfast.worker.collectives.sockets import Mesh
 
@@ -34,29 +35,41 @@ ENOUGH_S = 0.5
 """One that takes this long needs no repetition: it is slow."""
 STAGE_S_MAX = 2.0
 """After this no further block is begun."""
+LEFT_S_MIN = 0.1
+"""A time-out of nothing would be none for some."""
 SIZE = 2
+
+
+class TimeLeft:
+    """For the whole of a task, asked for by each of its parts."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._until = time.monotonic() + timeout_s
+
+    def __call__(self) -> timedelta:
+        return timedelta(seconds=max(self._until - time.monotonic(), LEFT_S_MIN))
 
 
 class Pairing:
     """One task."""
 
-    def __init__(self, accelerator: Accelerator, store: Store, task: CheckTask, timeout: timedelta) -> None:
-        self._accelerator, self._task, self._timeout = accelerator, task, timeout
+    def __init__(self, accelerator: Accelerator, store: Store, task: CheckTask, time_left: TimeLeft) -> None:
+        self._accelerator, self._task, self._time_left = accelerator, task, time_left
         self._store = PrefixStore(f"{task.checkup}/{task.round}", store)
         self._mesh = Mesh()
 
     def measure(self) -> tuple[list[Timing], list[Problem]]:
         """Of all devices that both have."""
         timings: list[Timing] = []
-        for device in range(self._count_devices()):
-            try:
+        try:
+            for device in range(self._count_devices()):
                 timings += self._measure_device(device)
-            except WrongResultError as wrong:
-                return timings, [Problem(wrong.stage, WRONG_RESULT, str(wrong), device)]
-            except Exception as error:  # of torch or a vendor's library, and it ends this pair
-                with_whom = f"with {self._task.partner}: "
-                problem = problem_of(self._accelerator, "all-reduce", error)
-                return timings, [Problem(problem.stage, problem.fault, with_whom + problem.text)]
+        except WrongResultError as wrong:
+            return timings, [Problem(wrong.stage, WRONG_RESULT, str(wrong), wrong.device)]
+        except Exception as error:  # of torch or a vendor's library, and it ends this pair
+            with_whom = f"with {self._task.partner}: "
+            problem = problem_of(self._accelerator, "all-reduce", error)
+            return timings, [Problem(problem.stage, problem.fault, with_whom + problem.text)]
         return timings, []
 
     def _count_devices(self) -> int:
@@ -64,14 +77,14 @@ class Pairing:
         rank = self._task.rank
         self._store.set(f"devices/{rank}", str(own))
         other = f"devices/{1 - rank}"
-        self._store.wait([other], self._timeout)
+        self._store.wait([other], self._time_left())
         return min(own, int(self._store.get(other)))
 
     def _measure_device(self, device: int) -> list[Timing]:
         communicator = of_accelerator(self._accelerator.name)()
         store = PrefixStore(str(device), self._store)
-        group = communicator.make(store, self._task.rank, SIZE, self._timeout, self._mesh)
-        watchdog = threading.Timer(self._timeout.total_seconds(), self._free, (communicator, group))
+        group = communicator.make(store, self._task.rank, SIZE, self._time_left(), self._mesh)
+        watchdog = threading.Timer(self._time_left().total_seconds(), self._free, (communicator, group))
         watchdog.daemon = True
         watchdog.start()
         try:
@@ -89,9 +102,9 @@ class Pairing:
 class WrongResultError(Exception):
     """A collective that came through, with other numbers than it should have."""
 
-    def __init__(self, stage: Stage, text: str) -> None:
+    def __init__(self, stage: Stage, text: str, device: int) -> None:
         super().__init__(text)
-        self.stage = stage
+        self.stage, self.device = stage, device
 
 
 class Collectives:
@@ -148,9 +161,9 @@ class Collectives:
     def _verify(self) -> None:
         for rank, found in enumerate(self._gathered):
             if not bool(torch.all(found == rank + 1)):
-                raise WrongResultError("all-gather", "gathered numbers are not those that were sent")
+                raise WrongResultError("all-gather", "gathered numbers are not those that were sent", self._device)
         if not bool(torch.all(self._much == 3)):  # 1 + 2
-            raise WrongResultError("all-reduce", "the sum is wrong")
+            raise WrongResultError("all-reduce", "the sum is wrong", self._device)
 
 
 def _repeat(work: Callable[[], None], times: int) -> None:

@@ -3,13 +3,16 @@
     LAB_WRONG=1            the product has one wrong number
     LAB_COUNTERS=FILE      a source of counters, as nvidia-smi prints them
     LAB_SLOW=SECONDS       each multiplication takes longer
+    LAB_DIES_ONCE=FILE     its process is killed in the first pair, and the file is made
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
+from typing import Any
 
 from holdfast.checks.accelerators.base import Ailment, Work
 from holdfast.checks.accelerators.cpu import Cpu
@@ -36,6 +39,13 @@ class Lab(Cpu):
 
     def prepare_matmul(self, index: int) -> Work:
         return Faulty(self, index, self.matmul_size)
+
+    def tensor(self, index: int, size_bytes: int) -> Any:
+        path = os.environ.get("LAB_DIES_ONCE")
+        if path and not Path(path).exists():
+            Path(path).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().tensor(index, size_bytes)
 
     def ailments(self) -> list[Ailment]:
         source = os.environ.get("LAB_COUNTERS")

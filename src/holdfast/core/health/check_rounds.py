@@ -13,7 +13,7 @@ import msgspec
 
 from holdfast.core.health.findings import CheckResult, CheckTask, Problem, Timing
 from holdfast.core.health.tournament import COMPUTING, Round, pair_of
-from holdfast.core.health.verdicts import Evidence
+from holdfast.core.health.verdicts import Evidence, deserves_another_look, problems_of, without_what_passed
 from holdfast.core.state import Job, Node, Serving
 
 CPU = "cpu"
@@ -27,6 +27,8 @@ class Played:
 
     tasks: dict[str, CheckTask]
     deadline: float
+    heard_at: float
+    """When the last result came; before any, when it began."""
     results: dict[str, CheckResult] = field(default_factory=dict)
 
 
@@ -38,14 +40,15 @@ class Checkup:
     why: str
     began_at: float
     lives: dict[str, str]
-    partners: tuple[str, ...]
+    partners: dict[str, str]
+    """As `lives`, of those that only help."""
     rounds: list[Played] = field(default_factory=list)
 
 
 def takes_part(job: Job, current: Checkup, node_id: str) -> bool:
     """Whether this life of the node is still here, and has nothing better to do."""
     node = job.nodes.get(node_id)
-    life = current.lives.get(node_id, node.incarnation if node and node_id in current.partners else "")
+    life = current.lives.get(node_id) or current.partners.get(node_id)
     if node is None or not node.is_here or node.incarnation != life:
         return False
     return not (isinstance(job.phase, Serving) and is_busy(job, node))
@@ -77,20 +80,31 @@ def machines_of(job: Job) -> dict[str, str]:
 def evidence_of(job: Job, current: Checkup) -> Evidence:
     """What is known. Who did not answer in time failed; who is gone says nothing."""
     evidence = Evidence(lives=lives_of(job, current), alone={}, pairs={}, before=dict(job.norms))
+    kind = usual_accelerator(job, current)
     for played in current.rounds:
         for node_id, task in played.tasks.items():
             if not takes_part(job, current, node_id):
                 continue
             result = played.results.get(node_id) or _no_answer(played, task)
             if task.kind != "pair":
-                evidence.alone.setdefault(node_id, []).append(result)
+                _add(evidence, node_id, task, _of_kind(result, kind))
             elif task.rank == 0 and takes_part(job, current, task.partner):
                 other = played.results.get(task.partner) or _no_answer(played, played.tasks[task.partner])
                 evidence.pairs.setdefault(pair_of(node_id, task.partner), []).append(_both(result, other))
-    kind = usual_accelerator(job, current)
-    alone = {node_id: [_of_kind(result, kind) for result in tries] for node_id, tries in evidence.alone.items()}
+    evidence.asleep = {node_id for node_id in evidence.alone if not store_port(current, node_id)}
+    alone = {node_id: without_what_passed(tries) for node_id, tries in evidence.alone.items()}
     evidence.alone = _with_what_machines_cost(alone, machines_of(job))
     return evidence
+
+
+def _add(evidence: Evidence, node_id: str, task: CheckTask, result: CheckResult) -> None:
+    """One of a node alone. To be ready is no measurement, and says something only where it fails, or failed before."""
+    tries = evidence.alone.setdefault(node_id, [])
+    if task.kind == "alone" or problems_of([*tries[-1:], result]):
+        tries.append(result)
+    evidence.again.pop(node_id, None)
+    if deserves_another_look(tries):
+        evidence.again[node_id] = task.kind
 
 
 def usual_accelerator(job: Job, current: Checkup) -> str:
@@ -157,7 +171,7 @@ def tasks_of(job: Job, current: Checkup, step: Round, number: int) -> Iterator[t
     for node_id in step.ready:
         yield node_id, CheckTask(checkup=current.name, round=number, kind="ready")
     for pair in step.pairs:
-        host, port = job.nodes[pair[0]].info.address, _store_port(current, pair[0])
+        host, port = job.nodes[pair[0]].info.address, store_port(current, pair[0])
         for rank, node_id in enumerate(pair):
             yield (
                 node_id,
@@ -173,9 +187,11 @@ def tasks_of(job: Job, current: Checkup, step: Round, number: int) -> Iterator[t
             )
 
 
-def _store_port(current: Checkup, node_id: str) -> int:
-    told = (played.results[node_id].store_port for played in reversed(current.rounds) if node_id in played.results)
-    return next((port for port in told if port), 0)
+def store_port(current: Checkup, node_id: str) -> int:
+    """Where its store is, by its last result; 0 if that says there is none, or never came: the process is gone."""
+    asked = (played for played in reversed(current.rounds) if node_id in played.tasks)
+    last = next(asked, None)
+    return last.results[node_id].store_port if last and node_id in last.results else 0
 
 
 def is_busy(job: Job, node: Node) -> bool:

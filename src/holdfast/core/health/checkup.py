@@ -13,7 +13,7 @@ collectives; the stages alone are then compared with those of earlier checks of 
 A check goes from round to round (tournament.py): tasks go out with the standing orders, results come back as events.
 Its progress is not journaled: a master that takes over begins anew, under another name. What came of it is one record.
 
-    unfit       takes no part, as long as this life of the node lasts
+    unfit       takes no part, until it passes a later check: while a view is in force, as everybody who stands by
     slow        takes part; with --exclude-straggler it is left out, the slowest first, as long as the minimum holds
     broken link one of its ends is left out, as long as the minimum holds
 
@@ -58,7 +58,10 @@ from holdfast.core.state import Awaited, Fit, Gathering, Health, Job, LeftOut, N
 ALONE_TIMEOUT_S = 60.0
 """A node that is alive answers in two seconds; one that is twenty times as slow, in this."""
 PAIR_TIMEOUT_S = 40.0
-"""The pair itself gives up after half of it."""
+"""The pair itself gives up well before, and so does the agent."""
+PAUSE_S = 10.0
+"""Before a node that failed by what may pass is looked at again: a process that was killed gives back a device's memory
+within seconds."""
 PLAYERS_WANTED = 3
 """Of whom a bad one can be told from a bad link."""
 EXIT_UNFIT = 8
@@ -169,6 +172,8 @@ def conclude(job: Job, now: float) -> r.Record | None:
     step = next_round(evidence, machines_of(job), partners_of(job, current))
     if step is None:
         return _verdicts(job, current, evidence, now)
+    if step.after_pause and not is_unheard(job, current) and now < current.rounds[-1].heard_at + PAUSE_S:
+        return None
     timeout_s = PAIR_TIMEOUT_S if step.pairs else ALONE_TIMEOUT_S
     number = len(current.rounds)
     tasks = dict(tasks_of(job, current, step, number))
@@ -180,10 +185,18 @@ def next_deadline(job: Job) -> float | None:
     if not job.settings.node_check:
         return None
     if job.checkup:
-        return job.checkup.rounds[-1].deadline if job.checkup.rounds else None
+        return _goes_on_at(job, job.checkup)
     if isinstance(job.phase, Gathering):
         return _gathered_at(job, job.phase)
     return min((at for node in _idle(job) if (at := _due_at(job, node)) is not None), default=None)
+
+
+def _goes_on_at(job: Job, current: Checkup) -> float | None:
+    """A round that everybody has answered is followed by the next at once, or by a pause."""
+    if not current.rounds:
+        return None
+    last = current.rounds[-1]
+    return last.deadline if is_unheard(job, current) else last.heard_at + PAUSE_S
 
 
 def _begin(job: Job, now: float) -> r.CheckupBegan | None:
@@ -324,14 +337,16 @@ def evolve(job: Job, record: CheckRecord) -> None:
     """Called by the one door."""
     match record:
         case r.CheckupBegan(at=at, checkup=name, why=why, lives=lives, partners=partners):
-            job.checkup = Checkup(name, why, at, dict(lives), partners)
+            helpers = {node_id: job.nodes[node_id].incarnation for node_id in partners}
+            job.checkup = Checkup(name, why, at, dict(lives), helpers)
             job.checkups += 1
-        case r.RoundBegan(tasks=tasks, deadline=deadline):
+        case r.RoundBegan(at=at, tasks=tasks, deadline=deadline):
             assert job.checkup is not None, "a round of no check"
-            job.checkup.rounds.append(Played(dict(tasks), deadline))
-        case r.RoundReported(node_id=node_id, round=number, result=result):
+            job.checkup.rounds.append(Played(dict(tasks), deadline, heard_at=at))
+        case r.RoundReported(at=at, node_id=node_id, round=number, result=result):
             assert job.checkup is not None, "a result of no check"
             job.checkup.rounds[number].results[node_id] = result
+            job.checkup.rounds[number].heard_at = at
         case r.CheckupDropped():
             job.checkup = None
         case r.NodesChecked():

@@ -16,6 +16,8 @@ Stage = Literal["device", "matmul", "bandwidth", "disk", "all-gather", "all-redu
 ALONE: tuple[Stage, ...] = ("matmul", "bandwidth", "disk")
 PAIRED: tuple[Stage, ...] = ("all-gather", "all-reduce")
 
+WRONG_RESULT = "wrong-result"
+"""The fault of whoever computes, copies or keeps something else than it should."""
 TEXT_CHARS_MAX = 300
 """Of a problem's text."""
 RESULT_ENTRIES_MAX = 256

@@ -1,7 +1,7 @@
 """What is measured next: who alone, and who is paired with whom. Pure.
 
-First every node alone, and those that are slow again, beside others that are not: what is slow every time is slow. Then
-the tournament.
+First every node alone, and those that are slow again, beside others that are not: what is slow every time is slow. Who
+failed by something that may pass is looked at once more, after a pause. Then the tournament.
 
 The rounds of a tournament come from the circle method: one sits still, the others walk around it. In an odd number one
 has a bye in each round, another one each time. Three rounds are enough to tell a node from a link; with up to four
@@ -47,6 +47,8 @@ class Round(msgspec.Struct, frozen=True):
     ready: tuple[str, ...] = ()
     """Who is to be there for the others, and is not measured."""
     pairs: tuple[Pair, ...] = ()
+    after_pause: bool = False
+    """What failed before is to have time to pass."""
 
 
 def next_round(evidence: Evidence, machines: dict[str, str], partners: Sequence[str] = ()) -> Round | None:
@@ -55,13 +57,19 @@ def next_round(evidence: Evidence, machines: dict[str, str], partners: Sequence[
         return Round(alone=apart(fresh, machines))
     if step := _alone_again(evidence, machines):
         return step
+    if evidence.again:
+        failed = [node_id for node_id, kind in evidence.again.items() if kind == "alone"]
+        ready = (node_id for node_id, kind in evidence.again.items() if kind == "ready")
+        return Round(alone=apart(failed, machines), ready=tuple(ready), after_pause=True)
     # Who computes slowly would be slow with everybody: that is known, and nobody is to suffer from it.
     out = set(slow_alone(evidence, COMPUTING))
     players = [n for n in evidence.lives if not problems_of(evidence.alone[n]) and n not in out]
-    if players and (asleep := [n for n in partners if n not in evidence.alone]):
-        return Round(ready=tuple(asleep))
+    if players and (fresh := [n for n in partners if n not in evidence.alone]):
+        return Round(ready=tuple(fresh))
     helpers = [n for n in partners if players and not problems_of(evidence.alone[n])]
     pairs = disjoint(wanted(evidence, [*players, *helpers]), machines)
+    if asleep := [n for pair in pairs for n in pair if n in evidence.asleep]:
+        return Round(ready=tuple(asleep))
     return Round(pairs=tuple(pairs)) if pairs else None
 
 

@@ -41,6 +41,7 @@ from holdfast.core.health.findings import (
     Norm,
     Problem,
     Stage,
+    TaskKind,
     Timing,
 )
 
@@ -67,6 +68,12 @@ TRIES_OF_FAILURES_MAX = 2
 BEYOND_DOUBT_S = 1.0
 """A piece of work of milliseconds that takes this long was not disturbed by chance, and to repeat it takes long."""
 
+LOOKS_MAX = 2
+"""At a node that fails by what may pass."""
+PASSING = frozenset({"device-memory-taken", "device-out-of-memory", "disk-error", "check-failed", "no-answer"})
+"""Faults that may be gone a moment later: of the job before, of a full disk, of a process that did not come up. A wrong
+result, a counter and what the accelerator's table knows are final."""
+
 Norms = list[dict[Stage, Norm]]
 """By the number of the try."""
 Pair = tuple[str, str]
@@ -82,6 +89,10 @@ class Evidence(msgspec.Struct, kw_only=True):
     pairs: dict[Pair, list[CheckResult]]
     before: dict[Stage, Norm]
     """Norms of an earlier check."""
+    again: dict[str, TaskKind] = msgspec.field(default_factory=dict)
+    """By node, if its last result is a failure that may have passed by now: what it failed in."""
+    asleep: set[str] = msgspec.field(default_factory=set)
+    """Nodes whose process is gone: it has to be made again before they meet anybody."""
 
 
 class Slowness(msgspec.Struct, frozen=True):
@@ -234,6 +245,21 @@ def is_doubtful(tries: Sequence[CheckResult], known: Norms) -> bool:
 def through(tries: Sequence[CheckResult]) -> list[CheckResult]:
     """Those that failed say nothing of the time."""
     return [CheckResult() if result.problems else result for result in tries]
+
+
+def may_pass(result: CheckResult) -> bool:
+    """Whether it failed, by nothing but what may be otherwise a moment later."""
+    return bool(result.problems) and all(problem.fault in PASSING for problem in result.problems)
+
+
+def deserves_another_look(tries: Sequence[CheckResult]) -> bool:
+    """The first time that something failed which may pass."""
+    return bool(tries) and may_pass(tries[-1]) and sum(may_pass(result) for result in tries) < LOOKS_MAX
+
+
+def without_what_passed(tries: Sequence[CheckResult]) -> list[CheckResult]:
+    """Of failures that may pass the last result alone counts."""
+    return [result for number, result in enumerate(tries, 1) if number == len(tries) or not may_pass(result)]
 
 
 def problems_of(tries: Sequence[CheckResult]) -> tuple[Problem, ...]:
