@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import shutil
 import sys
 import tempfile
@@ -57,8 +58,9 @@ def prepare(name: str, options: argparse.Namespace, memory: Path, storage: Path)
 
 def besiege(name: str, options: argparse.Namespace) -> tuple[Counter[str], str]:
     """What was counted, and which promise was broken."""
-    memory = Path(tempfile.mkdtemp(prefix="holdfast-campaign-", dir=SHARED_MEMORY))
-    storage = Path(tempfile.mkdtemp(prefix="holdfast-campaign-"))
+    prefix = f"holdfast-campaign-{os.getpid()}-"
+    memory = Path(tempfile.mkdtemp(prefix=prefix, dir=SHARED_MEMORY))
+    storage = Path(tempfile.mkdtemp(prefix=prefix))
     phase, broken = prepare(name, options, memory, storage), ""
     began_at = said_at = time.monotonic()
     try:
@@ -107,7 +109,8 @@ def main() -> None:
     print("\n" + "\n".join(markdown(HEADER, rows)) + f"\n\nload average at the end: {load_after}")
     if options.output:
         about = {"machine": here, "load_before": load_before, "load_after": load_after, "seed": options.seed}
-        options.output.write_text(json.dumps({**about, "counts": counts, "broken": troubles}, indent=2) + "\n")
+        found = {**about, "pid": os.getpid(), "counts": counts, "broken": troubles}
+        options.output.write_text(json.dumps(found, indent=2) + "\n")
     sys.exit(1 if troubles else 0)
 
 
