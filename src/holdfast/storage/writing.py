@@ -11,7 +11,7 @@ takes its place may go on with it: a part that has a note is whole, and is not w
 
 All writers of an attempt use the same nonce, another attempt at the same step another one. One wins; who would have
 published the other removes it. Two who write the same part write the same bytes. What lies there under our nonce, but
-is of another run, seed or cut, is not ours: whoever writes the part begins it anew.
+is of another run or cut, is not ours: whoever writes the part begins it anew.
 """
 
 from __future__ import annotations
@@ -272,5 +272,5 @@ class Writing:
 
 
 def _identity(about: About) -> tuple[object, ...]:
-    """What the parts of one checkpoint have in common."""
-    return about.step, about.shards, about.shares, about.run, about.seed
+    """What the parts of one checkpoint have in common. Not the seed: each rank of a script may have its own."""
+    return about.step, about.shards, about.shares, about.run
