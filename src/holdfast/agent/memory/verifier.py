@@ -1,8 +1,8 @@
 """Checksums of the images in this node's memory, so that whoever restores from one knows that it is what was written.
 
-Those that are written to storage or copied to other nodes get theirs on the way; all others get them here, in a process
-of its own, of the lowest priority (SCHED_IDLE): it takes what the processors have left over. A thread of the agent's
-would not do: one that waits for a processor while it holds the interpreter keeps the whole agent waiting.
+Those that are written to storage get theirs on the way; all others get them here, in a process of its own, of the
+lowest priority (SCHED_IDLE): it takes what the processors have left over. A thread of the agent's would not do: one
+that waits for a processor while it holds the interpreter keeps the whole agent waiting.
 
 It takes no locks. An image that is overwritten while it is read gets no checksums, and the next one is looked at. One
 that cannot be read is left out until the next. A process that has died is started again, a few times: after that
@@ -62,7 +62,7 @@ class Verifier:
         elif self._starts == STARTS_MAX:
             log.warning(
                 f"the process that checks snapshots ended {STARTS_MAX} times, now with {code}: from now on those that"
-                " are neither copied nor written to storage are believed as they are"
+                " are not written to storage are believed as they are"
             )
 
     def close(self) -> None:
