@@ -6,6 +6,7 @@ them as it goes: what it draws next is part of its state, and is another on each
 
 from __future__ import annotations
 
+import ctypes
 import random
 import struct
 import sys
@@ -24,16 +25,16 @@ def generators() -> dict[str, Any]:
     version, words, gauss = random.getstate()
     found: dict[str, Any] = {
         "python": [version, _WORDS.pack(*words[:-1]), words[-1], gauss],
-        "torch": bytes(torch.default_generator.get_state().tolist()),
+        "torch": _packed(torch.default_generator.get_state()),
     }
     if (numpy := sys.modules.get("numpy")) is not None:
         said = numpy.random.get_state(legacy=False)
         if said["bit_generator"] == "MT19937":  # or it is one that the script has put there, which is its own to keep
             state = said["state"]
-            words = [int(word) for word in state["key"]]
-            found["numpy"] = [_WORDS.pack(*words), int(state["pos"]), int(said["has_gauss"]), float(said["gauss"])]
+            words = state["key"].astype("<u4").tobytes()
+            found["numpy"] = [words, int(state["pos"]), int(said["has_gauss"]), float(said["gauss"])]
     if torch.cuda.is_initialized() and not torch.cuda._is_in_bad_fork():  # type: ignore[no-untyped-call]
-        found["cuda"] = bytes(torch.cuda.get_rng_state().tolist())
+        found["cuda"] = _packed(torch.cuda.get_rng_state())
     return found
 
 
@@ -52,6 +53,10 @@ def set_generators(saved: dict[str, Any]) -> None:
             torch.cuda.set_rng_state(_bytes(saved["cuda"]))
     except (TypeError, ValueError, RuntimeError, struct.error) as error:
         raise StateError(f"the random generators cannot be set to what was saved: {error}") from None
+
+
+def _packed(state: torch.Tensor) -> bytes:
+    return ctypes.string_at(state.data_ptr(), state.numel())
 
 
 def _bytes(packed: bytes) -> torch.Tensor:
