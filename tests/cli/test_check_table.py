@@ -5,12 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import msgspec
+import pytest
 from rich.console import Console, Group
 
+from holdfast.cli.check import check
 from holdfast.cli.check_table import check_table
 from holdfast.core.health.findings import LinkVerdict, Measured, NodeVerdict, Norm, Problem
 from holdfast.core.records import NodesChecked
 from holdfast.core.sentences import measured_sentence, sentence
+from holdfast.errors import UsageError
 
 SLOW = Measured(stage="matmul", value_s=0.0119, expected_s=0.00271, limit_s=0.0029)
 FAST = Measured(stage="matmul", value_s=0.00271, expected_s=0.00271, limit_s=0.0029)
@@ -39,10 +43,10 @@ CHECK = NodesChecked(
 )
 
 
-def shown() -> list[str]:
+def shown(record: NodesChecked = CHECK) -> list[str]:
     console = Console(width=200, color_system=None)
     with console.capture() as capture:
-        console.print(Group(*check_table(CHECK)))
+        console.print(Group(*check_table(record)))
     return [" ".join(line.split()) for line in capture.get().splitlines()]
 
 
@@ -54,6 +58,19 @@ def test_the_table_says_which_node_which_stage_what_was_measured_and_expected() 
     assert lines[4] == "c unfit - failed - - -"
     assert lines[5] == "a fit 2.71 ms (1.00×) - - - 4 ms (1.00×)"
     assert "b: matmul took 11.9 ms" in lines[6] and "the link between a and d is broken: no route" in lines[-1]
+
+
+def test_a_later_try_is_shown_with_what_it_was_compared_with() -> None:
+    again = msgspec.structs.replace(FAST, value_s=0.00238, expected_s=0.00236)
+    good = msgspec.structs.replace(CHECK.nodes[0], measured=(again,))
+    lines = shown(msgspec.structs.replace(CHECK, nodes=(good,), links=()))
+    assert lines[2:4] == ["expected 2.71 ms - - - -", "a fit 2.38 ms (1.01× 2.36 ms) - - - -"]
+
+
+@pytest.mark.parametrize("words", [["foo.py"], ["foo.py", "--nnodes", "4"], ["check"], ["--", "foo.py"]])
+def test_a_script_is_refused(words: list[str]) -> None:
+    with pytest.raises(UsageError, match="holdfast check runs no script"):
+        check(words)
 
 
 def test_the_sentence_of_a_check_names_the_bad_only() -> None:

@@ -294,6 +294,24 @@ def test_after_a_fault_only_the_suspect_is_checked(end: Any, is_checked: bool) -
         assert {n for n, t in world.tasks if t.kind == "ready"} == {"a", "c"}, "as partners"
 
 
+@pytest.mark.parametrize(("times", "waited", "found"), [(1.6, 0.0, Fit), (1.0, 0.6, Fit), (2.0, 0.0, Slow)])
+def test_of_one_alone_only_much_slower_than_before_is_slow(times: float, waited: float, found: type) -> None:
+    world = clinic(1)
+    world.come("a")
+    world.start_all()
+    plain = world.result
+
+    def result(node_id: str, task: CheckTask) -> CheckResult:
+        timings = (msgspec.structs.replace(t, waited=waited) for t in plain(node_id, task).timings)
+        return msgspec.structs.replace(plain(node_id, task), timings=tuple(timings))
+
+    world.result, world.times = result, {"a": times}  # type: ignore[method-assign]
+    world.do(world.failed("a", end=SEGFAULT))
+    world.play()
+    world.wait(1.0)
+    assert len(world.checked()) == 2 and world.health() == {"a": found}
+
+
 def test_a_suspect_that_is_broken_does_not_come_back() -> None:
     world = clinic(2, 3)
     world.come("a", "b", "c")

@@ -76,7 +76,7 @@ from holdfast.wire.session import (
 LOST_WAIT_S = 1.0
 """For a worker that was killed to be gone, so that its last step is known. The kernel takes milliseconds."""
 SPARES_GONE_S = 10.0
-"""For spares that were killed to be gone before the node is checked: the memory they had of devices is free then."""
+"""For spares that were killed to be gone before the node is checked: then the devices' memory is free."""
 NO_SNAPSHOTS = Snapshots(every=-1)
 LINE_GRACE_S = 1.0
 """A process that ends closes its line a moment before its end is seen."""

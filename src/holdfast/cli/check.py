@@ -20,7 +20,8 @@ import msgspec
 
 from holdfast.cli.console import set_up_logging
 from holdfast.cli.run import check_options, run_agent
-from holdfast.cli.run_flags import parse_run
+from holdfast.cli.run_flags import RunOptions, parse_run
+from holdfast.errors import UsageError
 
 NAME = "check"
 """Stands where a job has its script, and begins the name of the job."""
@@ -43,6 +44,8 @@ def check(argv: list[str]) -> int:
         print(HELP, end="")
         return 0
     parsed = parse_run([*argv, "--", NAME], os.environ)
+    if parsed.script != NAME or parsed.script_args:
+        raise UsageError(f"holdfast check runs no script, but was given {_surplus(parsed)!r:.100}: leave it out")
     options = msgspec.structs.replace(parsed, node_check=True, check_only=True)
     set_up_logging(options.log_format, "agent")
     check_options(options)
@@ -50,6 +53,11 @@ def check(argv: list[str]) -> int:
     code = asyncio.run(run_agent(options))
     _print_table(Path(options.state_dir), began_at)
     return code
+
+
+def _surplus(parsed: RunOptions) -> str:
+    """The word that was taken for a script; what comes after it would be the script's."""
+    return parsed.script if parsed.script != NAME else parsed.script_args[0]
 
 
 def _print_table(state_dir: Path, began_at: float) -> None:

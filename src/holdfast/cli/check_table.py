@@ -29,14 +29,20 @@ def _table(record: NodesChecked) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for column in ("node", "verdict", *ALONE, *PAIRED):
         table.add_column(column)
-    expected = {norm.stage: milliseconds(norm.expected_s) for norm in record.norms}
+    expected = _expected(record)
     table.add_row("expected", "", *(expected.get(stage, "-") for stage in (*ALONE, *PAIRED)), style="dim")
     worst_first = sorted(record.nodes, key=lambda verdict: verdict.fitness == "fit")
     for verdict in worst_first[:NODES_SHOWN_MAX]:
-        table.add_row(plain(verdict.node_id), _verdict(verdict), *(_cell(verdict, s) for s in (*ALONE, *PAIRED)))
+        cells = (_cell(verdict, stage, expected.get(stage, "-")) for stage in (*ALONE, *PAIRED))
+        table.add_row(plain(verdict.node_id), _verdict(verdict), *cells)
     if len(record.nodes) > NODES_SHOWN_MAX:
         table.add_row(f"and {len(record.nodes) - NODES_SHOWN_MAX} more")
     return table
+
+
+def _expected(record: NodesChecked) -> dict[Stage, str]:
+    """In the first try of all. Later tries are compared with each other."""
+    return {norm.stage: milliseconds(norm.expected_s) for norm in record.norms}
 
 
 def _verdict(verdict: NodeVerdict) -> Text:
@@ -44,13 +50,15 @@ def _verdict(verdict: NodeVerdict) -> Text:
     return Text(f"{verdict.fitness}{left_out}", style=STYLES[verdict.fitness])
 
 
-def _cell(verdict: NodeVerdict, stage: Stage) -> Text:
+def _cell(verdict: NodeVerdict, stage: Stage, expected: str) -> Text:
     found = next((value for value in verdict.measured if value.stage == stage), None)
     if found is None:
         failed = any(problem.stage == stage for problem in verdict.problems)
         return Text("failed", style="red") if failed else Text("-")
-    return Text(_value(found), style="yellow" if found.is_slow else "")
+    return Text(_value(found, expected), style="yellow" if found.is_slow else "")
 
 
-def _value(value: Measured) -> str:
-    return f"{milliseconds(value.value_s)} ({value.times:.2f}×)"
+def _value(value: Measured, expected: str) -> str:
+    """With what it was compared with, where that is not what the head of the table says."""
+    norm = milliseconds(value.expected_s)
+    return f"{milliseconds(value.value_s)} ({value.times:.2f}×{'' if expected in (norm, '-') else f' {norm}'})"

@@ -8,7 +8,9 @@ in the middle, so that of two nodes the faster one counts, and half of the nodes
 
 where the deviation is the larger of two: how much the nodes differ (the median absolute deviation, 1.4826 times,
 corrected for small numbers) and how much the blocks of one and the same node differ. The floor is 5 %: less is not
-worth a node. So a quiet cluster finds a node that is 6 % slow, and a noisy one accuses nobody.
+worth a node. So a quiet cluster finds a node that is 6 % slow, and a noisy one accuses nobody. Of few values the
+deviation is a guess, now and then far too small, and healthy nodes that differ by 3 % would be accused: up to 16 values
+the floor is 8.5 %.
 
 Whoever is slow is measured again, unless it is beyond doubt, together with as many that were well: what has become
 slower for all is nobody's fault. Each time has its own norm, and slow is who is slow every time.
@@ -46,10 +48,16 @@ from holdfast.core.health.findings import (
 )
 
 FLOOR = 0.05
+FLOOR_OF_FEW = 0.085
+FEW_MAX = 16
+"""Values of which the deviation is a guess."""
 FLOORS: Mapping[Stage, float] = {"disk": 0.5}
 """Of other stages. A disk waits for its neighbours and for its own cache: half as long again says nothing."""
 FLOOR_BY_HISTORY = 0.2
 """Where too few are measured at once and an earlier check of the job must do: the conditions were others."""
+FLOOR_OF_ONE = 0.75
+"""The same with nobody beside it at all: what shares a core, caches or the way to memory with it may cost it as much,
+and the kernel does not count that as waiting."""
 DEVIATIONS_MAX = 5.0
 MAD_TO_DEVIATION = 1.4826
 HALF_TO_WHOLE: Mapping[Stage, float] = dict.fromkeys(PAIRED, 2.0)
@@ -123,10 +131,10 @@ def norm_of(stage: Stage, timings: Sequence[Timing], before: Norm | None = None)
     noise = _noise(timings)
     timings = _compared_ones(stage, timings)
     if before and len(timings) < COMPARED_MIN:
-        floor = max(FLOOR_BY_HISTORY, FLOORS.get(stage, FLOOR))
+        floor = max(FLOOR_OF_ONE if len(timings) == 1 else FLOOR_BY_HISTORY, FLOORS.get(stage, FLOOR))
         expected, deviation = before.expected_s, max(before.deviation, noise)
     else:
-        floor = FLOORS.get(stage, FLOOR)
+        floor = FLOORS.get(stage, FLOOR if len(timings) > FEW_MAX else FLOOR_OF_FEW)
         expected = lower_median(timing.best_s for timing in timings)
         deviation = max(noise, _difference(timings, expected) * HALF_TO_WHOLE.get(stage, 1.0))
     limit_s = expected * (1 + max(floor, DEVIATIONS_MAX * deviation))
@@ -157,12 +165,13 @@ def _compared_ones(stage: Stage, timings: Sequence[Timing]) -> Sequence[Timing]:
 
 
 def _difference(timings: Sequence[Timing], expected: float) -> float:
-    """Among nodes, as a share. With few of them the lower median of their distances is too small: it is one of the
-    smallest of a handful."""
+    """Among nodes, as a share. The lower median of their distances may be too small by chance, the more so the fewer
+    they are; of a handful the floor sees to that."""
     if expected <= 0:
         return 0.0
     distance = lower_median(abs(timing.best_s - expected) for timing in timings)
-    return MAD_TO_DEVIATION * distance / expected * (1 + 2 / len(timings))
+    uncertain = 2 if len(timings) <= FEW_MAX else 20
+    return MAD_TO_DEVIATION * distance / expected * (1 + uncertain / len(timings))
 
 
 # --- alone
