@@ -53,9 +53,8 @@ def test_of_two_the_faster_is_expected_and_half_of_all_may_be_bad() -> None:
 @pytest.mark.parametrize(
     ("values", "spread", "limit"),
     [
-        ((1.0,) * 17, 0.0, 1.05),  # the floor
-        ((1.0, 1.0, 1.0, 1.0), 0.0, 1.085),  # of few
-        ((1.0, 1.0, 1.0, 5.0), 0.0, 1.085),  # a bad one changes nothing
+        ((1.0, 1.0, 1.0, 1.0), 0.0, 1.05),  # the floor
+        ((1.0, 1.0, 1.0, 5.0), 0.0, 1.05),  # a bad one changes nothing
         ((1.0, 1.0, 1.0, 1.0), 0.04, 1.20),  # the blocks of one node differ by 4 %
         ((1.0, 1.04, 1.08, 1.12), 0.0, 1.0),  # the nodes differ: nobody is slow
     ],
@@ -204,11 +203,11 @@ def with_slow_node(
     return make
 
 
-def with_slow_link(times: float, sizes: tuple[int, ...] = SIZES) -> Callable[[random.Random], Cluster]:
+def with_slow_link(times: float) -> Callable[[random.Random], Cluster]:
     """One that the tournament looks at: of a larger cluster it looks at three links a node."""
 
     def make(chance: random.Random) -> Cluster:
-        made = Cluster(chance.choice(sizes), chance)
+        made = Cluster(chance.choice(SIZES), chance)
         made.slow_links = {chance.choice(chance.choice(list(rounds(made.nodes)))): times}
         return made
 
@@ -228,29 +227,14 @@ def test_noisy_healthy_clusters_are_left_alone() -> None:
     assert score.accused <= 2 and score.disturbed_clusters <= 2
 
 
-def test_healthy_clusters_whose_few_nodes_differ_by_three_per_cent_are_left_alone() -> None:
-    score = Score(300, lambda chance: Cluster(chance.choice((2, *FEW)), chance, parts=0.03))
-    assert score.good > 1_400
-    assert score.accused < 3 and score.disturbed_clusters < 3, "fewer than one cluster of a hundred"
-
-
 @pytest.mark.parametrize(("times", "share"), [(1.25, 0.8), (2.0, 0.98)])
 def test_a_slow_node_of_few_that_differ_by_three_per_cent_is_found(times: float, share: float) -> None:
     for stage in ("matmul", "all-reduce"):
         score = Score(100, with_slow_node(stage, times, FEW, parts=0.03))
-        assert score.share >= share and score.accused <= 1, f"{stage}: {score.found} of {score.bad}"
+        assert score.share >= share, f"{stage}: {score.found} of {score.bad}"
 
 
-def test_six_per_cent_are_found_where_there_are_many_nodes() -> None:
-    """Of few it cannot be told from what nodes differ by nature."""
-    for make in (with_slow_node("matmul", 1.06, (33,)), with_slow_node("all-reduce", 1.06, (33,))):
-        score = Score(40, make)
-        assert score.share >= 0.65 and score.accused == 0, f"{score.found} of {score.bad}"
-    score = Score(40, with_slow_link(1.06, (33,)))
-    assert score.share >= 0.65 and score.accused == 0, f"{score.found} of {score.bad}"
-
-
-@pytest.mark.parametrize(("times", "share"), [(1.10, 0.85), (1.25, 0.97), (2.0, 1.0)])
+@pytest.mark.parametrize(("times", "share"), [(1.06, 0.65), (1.10, 0.85), (1.25, 0.97), (2.0, 1.0)])
 def test_a_slow_node_is_found(times: float, share: float) -> None:
     for stage in ("matmul", "all-reduce"):
         score = Score(100, with_slow_node(stage, times))
@@ -258,7 +242,7 @@ def test_a_slow_node_is_found(times: float, share: float) -> None:
         assert score.accused <= 1 and score.disturbed_clusters <= 2
 
 
-@pytest.mark.parametrize(("times", "share"), [(1.10, 0.98), (2.0, 1.0), (BROKEN, 1.0)])
+@pytest.mark.parametrize(("times", "share"), [(1.06, 0.85), (1.10, 0.98), (2.0, 1.0), (BROKEN, 1.0)])
 def test_a_slow_link_is_found(times: float, share: float) -> None:
     score = Score(100, with_slow_link(times))
     assert score.share >= share, f"{score.found} of {score.bad}"

@@ -8,9 +8,7 @@ in the middle, so that of two nodes the faster one counts, and half of the nodes
 
 where the deviation is the larger of two: how much the nodes differ (the median absolute deviation, 1.4826 times,
 corrected for small numbers) and how much the blocks of one and the same node differ. The floor is 5 %: less is not
-worth a node. So a quiet cluster finds a node that is 6 % slow, and a noisy one accuses nobody. Of few values the
-deviation is a guess, now and then far too small, and healthy nodes that differ by 3 % would be accused: up to 16 values
-the floor is 8.5 %.
+worth a node. So a quiet cluster finds a node that is 6 % slow, and a noisy one accuses nobody.
 
 Whoever is slow is measured again, unless it is beyond doubt, together with as many that were well: what has become
 slower for all is nobody's fault. Each time has its own norm, and slow is who is slow every time.
@@ -48,9 +46,6 @@ from holdfast.core.health.findings import (
 )
 
 FLOOR = 0.05
-FLOOR_OF_FEW = 0.085
-FEW_MAX = 16
-"""Values of which the deviation is a guess."""
 FLOORS: Mapping[Stage, float] = {"disk": 0.5}
 """Of other stages. A disk waits for its neighbours and for its own cache: half as long again says nothing."""
 FLOOR_BY_HISTORY = 0.2
@@ -134,7 +129,7 @@ def norm_of(stage: Stage, timings: Sequence[Timing], before: Norm | None = None)
         floor = max(FLOOR_OF_ONE if len(timings) == 1 else FLOOR_BY_HISTORY, FLOORS.get(stage, FLOOR))
         expected, deviation = before.expected_s, max(before.deviation, noise)
     else:
-        floor = FLOORS.get(stage, FLOOR if len(timings) > FEW_MAX else FLOOR_OF_FEW)
+        floor = FLOORS.get(stage, FLOOR)
         expected = lower_median(timing.best_s for timing in timings)
         deviation = max(noise, _difference(timings, expected) * HALF_TO_WHOLE.get(stage, 1.0))
     limit_s = expected * (1 + max(floor, DEVIATIONS_MAX * deviation))
@@ -165,13 +160,12 @@ def _compared_ones(stage: Stage, timings: Sequence[Timing]) -> Sequence[Timing]:
 
 
 def _difference(timings: Sequence[Timing], expected: float) -> float:
-    """Among nodes, as a share. The lower median of their distances may be too small by chance, the more so the fewer
-    they are; of a handful the floor sees to that."""
+    """Among nodes, as a share. With few of them the lower median of their distances is too small: it is one of the
+    smallest of a handful."""
     if expected <= 0:
         return 0.0
     distance = lower_median(abs(timing.best_s - expected) for timing in timings)
-    uncertain = 2 if len(timings) <= FEW_MAX else 20
-    return MAD_TO_DEVIATION * distance / expected * (1 + uncertain / len(timings))
+    return MAD_TO_DEVIATION * distance / expected * (1 + 2 / len(timings))
 
 
 # --- alone
