@@ -371,12 +371,14 @@ def test_a_partner_that_begins_another_life_takes_no_further_part() -> None:
         world.answered.add((world.life(node_id), task.checkup, task.round))
         world.do(world.examined(node_id, world.result(node_id, task)))
     partner = next(task.partner for task in pairs if task.partner != "f")
+    told = len(world.tasks)
     world.do(world.broke(partner))
     world.next_life(partner)
     world.do(world.hello(partner, dead_lives=[f"{partner}.1"]))
     world.play()
     record = next(record for record in world.checked() if [v.node_id for v in record.nodes] == ["f"])
     assert record.nodes[0].fitness == "fit" and not record.links
+    assert partner not in {n for n, task in world.tasks[told:] if task.checkup == pairs[0].checkup}
 
 
 PASSING = [

@@ -134,7 +134,7 @@ def _with_what_machines_cost(
     """A machine that others use is slow, and so are all nodes on it, in the same way: they were measured one after the
     other, and who came at a worse moment is no worse. What counts is the best moment of all. Where all are on one
     machine there is none to compare it with, and its nodes are no slower than they were when it was idle."""
-    if len({machines[node_id] for node_id in alone}) < MACHINES_COMPARED_MIN:
+    if len({machines[node_id] for node_id, tries in alone.items() if tries}) < MACHINES_COMPARED_MIN:
         return {node_id: [_lengthened(result, 0.0) for result in tries] for node_id, tries in alone.items()}
     least: dict[str, float] = {}
     for node_id, tries in alone.items():
