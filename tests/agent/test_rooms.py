@@ -131,6 +131,9 @@ def test_a_partner_that_does_not_get_on_is_waited_for_once(tmp_path: Path, monke
             keeper.say()
             return bool(page.get("partners"))
 
+        copies.partners = 0
+        assert not waits_for(1, 200.0), "there is nobody to wait for"
+        copies.partners = 1
         assert waits_for(1, 0.0), "a new one is waited for"
         assert not waits_for(1, 200.0), "but not for ever"
         assert not waits_for(2, 0.0) and not waits_for(3, 0.0), "nor the next ones at all"

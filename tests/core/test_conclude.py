@@ -61,6 +61,7 @@ def test_all_ranks_are_told_where_to_meet() -> None:
         replaced=(),
         spares=0,
         session=None,
+        run=f"{int(world.job.created_at * 1e6):x}",
     )
     assert isinstance(serve["a"], o.Serve) and serve["a"].store_here
 

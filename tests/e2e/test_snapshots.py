@@ -60,7 +60,7 @@ def test_all_workers_die_at_once_and_then_in_the_middle_of_a_copy(tmp_path: Path
     """At step 9 both die in a forward; at step 15 one dies while it copies, and the other in the same step. Steps take
     so long that by then there has been room for copies for a while."""
     faults = ["forward:9:0:kill", "forward:9:1:kill", "copy:15:0:kill", "forward:15:1:kill"]
-    run = Run(tmp_path).start(model, ranks=2, faults=faults, flags=EVERY_STEP, options=["--pause", "0.1"])
+    run = Run(tmp_path).start(model, ranks=2, faults=faults, flags=EVERY_STEP, options=["--pause", "0.1", "--together"])
     wait_for(lambda: run.fired == 4, what="all faults")
     run.hurry().finish()
     assert_same_bits(run, undisturbed(model, ranks=2))
@@ -166,7 +166,7 @@ def test_checkpoints_come_when_asked_for_a_bug_leaves_one_and_a_damaged_one_is_p
 
 def test_without_snapshots_there_are_none(tmp_path: Path) -> None:
     faults, flags = ["forward:9:0:kill", "forward:9:1:kill"], ["--snapshots", "off", "--max-restarts", "1"]
-    run = Run(tmp_path).start("ddp", ranks=2, faults=faults, flags=flags).finish()
+    run = Run(tmp_path).start("ddp", ranks=2, faults=faults, flags=flags, options=["--together"]).finish()
     assert run.finals == undisturbed("ddp", ranks=2).finals
     assert run.place.journal.job().restarts_used == 1 and decisions(run)[0].reload == -1
     assert not snapshot_dir().exists()

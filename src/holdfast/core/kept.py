@@ -43,7 +43,7 @@ class KeptImage(msgspec.Struct, frozen=True, array_like=True):
     """It is there if so many nodes say so: each has its piece of the parity."""
 
 
-class Pacing(msgspec.Struct, frozen=True, array_like=True):
+class Pacing(msgspec.Struct, frozen=True):
     """How snapshots are made: of one node, or of all together."""
 
     every: int = 0

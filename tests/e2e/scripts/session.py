@@ -45,6 +45,7 @@ parser.add_argument("--fault", action="append", default=[])
 parser.add_argument("--pause", type=float, default=0.0)
 parser.add_argument("--features", default="", help="tail,clip,scaler,accumulate,batchnorm,loader,ema,early,…")
 parser.add_argument("--apart", action="store_true", help="no fault before the incident of the last one is closed")
+parser.add_argument("--together", action="store_true", help="who dies at a point waits for the others that do")
 parser.add_argument("--slots", type=int, default=0)
 parser.add_argument("--evaluate", default="", help="before this step, take so long, with hangs off")
 arguments = parser.parse_args()
@@ -65,6 +66,14 @@ class Fault:
         self.action, self.is_lasting = action.rstrip("!"), action.endswith("!")
         self.step, self.rank, self.index = int(step), int(rank), index
 
+    @property
+    def moment(self) -> tuple[str, int]:
+        return self.point, self.step
+
+    @property
+    def has_fired(self) -> bool:
+        return (work / f"fired-{self.index}").exists()
+
 
 faults = [Fault(text, index) for index, text in enumerate(arguments.fault)]
 
@@ -80,6 +89,8 @@ def hurt(point: str, step: int | None = None) -> None:
                 continue
         if arguments.apart:
             wait_until_calm()
+        while arguments.together and not all(one.has_fired for one in faults if one.moment == fault.moment):
+            time.sleep(0.001)
         os.write(ledger, f"# {point} {fault.action} step {job.step} rank {job.rank} pid {os.getpid()}\n".encode())
         act(fault.action)
 

@@ -108,10 +108,11 @@ class StateKeeper:
         ever: then snapshots go on without it, until it gets on again."""
         if self.replication is None:
             return
+        partners = self.replication.partners
         newest = {kept.seat: kept.record for kept in reversed(self.vault.kept())}
         for number, page in self.vault.seats():
             safe, record = self.replication.safe_age(number), newest.get(number)
-            is_behind = record is not None and (safe is None or safe < (record.view, record.step))
+            is_behind = partners > 0 and record is not None and (safe is None or safe < (record.view, record.step))
             since_ns = max(record.created_ns if record else 0, self._entered_ns)
             waited_s = (time.time_ns() - since_ns) / 1e9 if is_behind else 0.0
             is_late = waited_s > COPIES_PATIENCE_S or (is_behind and self._stuck.get(number, NEVER) == safe)
@@ -122,7 +123,7 @@ class StateKeeper:
                 self._stuck[number] = safe
             else:
                 self._stuck.pop(number, None)
-            page.put(partners=0 if is_late else self.replication.partners, safe=word(*safe) if safe else -1)
+            page.put(partners=0 if is_late else partners, safe=word(*safe) if safe else -1)
             if waited_s:
                 self._say_soon()  # and look again
 
