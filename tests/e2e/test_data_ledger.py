@@ -9,6 +9,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from e2e.jobs import DEADLINE_S, SCRIPTS, Place, agent_environment, free_port, kill9, wait_for
 from holdfast.core.records import (
     DataDescribed,
@@ -190,6 +192,7 @@ def test_a_restart_from_the_beginning_is_a_chain_of_its_own(tmp_path: Path) -> N
     assert len(place.journal.of(DataDescribed)) == 2
 
 
+@pytest.mark.long
 def test_another_dataset_is_refused_by_a_checkpoint_and_the_same_goes_on(tmp_path: Path) -> None:
     first, other, second = Place(tmp_path / "first"), Place(tmp_path / "other"), Place(tmp_path / "second")
     flags = ("--recovery", "dump,exit", "--max-restarts", "0", "--checkpoint-dir", str(tmp_path / "checkpoints"))
@@ -206,6 +209,7 @@ def test_another_dataset_is_refused_by_a_checkpoint_and_the_same_goes_on(tmp_pat
     assert (answer["sources"][0]["first_step"], answer["sources"][0]["last_step"]) == (12, 17)
 
 
+@pytest.mark.long
 def test_a_node_lost_with_its_memory_leaves_nothing_but_named_gaps(tmp_path: Path) -> None:
     place, port = Place(tmp_path), free_port()
     meeting = [

@@ -104,7 +104,8 @@ def test_spares_take_the_ranks_and_others_take_their_place(tmp_path: Path) -> No
     assert strategies(run) == [Strategy.RECOVER] * 2
 
 
-@pytest.mark.parametrize("model", [pytest.param("ddp", marks=pytest.mark.long), "fsdp"])
+@pytest.mark.long
+@pytest.mark.parametrize("model", ["ddp", "fsdp"])
 def test_a_spare_node_takes_the_ranks_of_a_node_that_is_lost(tmp_path: Path, model: str) -> None:
     flags = [*recovery("recover", "exit"), "--spare-nodes", "1"]
     run = fleet(tmp_path, model, "2", flags, "a", "b", "spare")
@@ -201,6 +202,7 @@ def test_a_bug_ends_the_job_with_its_traceback(tmp_path: Path) -> None:
     assert max(line.step for line in run.ledger) == 4
 
 
+@pytest.mark.long
 def test_a_bug_of_all_ranks_is_restarted_as_often_as_allowed(tmp_path: Path) -> None:
     faults = [f"forward:5:{rank}:bug!" for rank in range(2)]
     run = Run(tmp_path).start("ddp", ranks=2, faults=faults, flags=["--max-restarts", "1"]).finish(1)
@@ -215,6 +217,7 @@ def test_rungs_that_cannot_work_are_refused_at_start(tmp_path: Path) -> None:
     assert not run.ledger and run.place.journal.path is None
 
 
+@pytest.mark.long
 def test_a_job_of_one_worker(tmp_path: Path) -> None:
     """There is nobody to ask for the state, and none in memory: what dies starts again from the beginning."""
     flags = ["--max-restarts", "1", "--snapshots", "off"]
@@ -245,6 +248,7 @@ def test_an_extension_can_end_the_job(tmp_path: Path) -> None:
     assert "extension" in run.place.journal.finished().why
 
 
+@pytest.mark.long
 def test_an_extension_can_have_all_start_anew(tmp_path: Path) -> None:
     flags = [*extension(tmp_path, "GLOBAL_FAILOVER"), "--max-restarts", "1"]
     run = Run(tmp_path).start("ddp", ranks=2, faults=["forward:5:1:kill"], flags=flags).finish()

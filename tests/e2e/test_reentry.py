@@ -135,6 +135,7 @@ def test_it_shrinks_after_a_loss_and_grows_back(tmp_path: Path, reference: dict[
     assert run.place.journal.job().restarts_used == 0
 
 
+@pytest.mark.long
 def test_down_to_one_that_has_all_and_back(tmp_path: Path, reference: dict[str, Any]) -> None:
     faults = ("--fault", "forward:4:0:kill", "--fault", "barrier-before:9:1:kill")
     run = Run(tmp_path).through(2, *faults, "--world-at", "6:2", "--world-at", "11:2")
@@ -162,6 +163,7 @@ def test_a_kill_on_the_way_into_the_smaller_world(tmp_path: Path, reference: dic
     assert run.worlds(4) == {2}
 
 
+@pytest.mark.long
 def test_a_kill_of_the_newcomer_as_it_builds(tmp_path: Path, reference: dict[str, Any]) -> None:
     run = Run(tmp_path).through(
         3, "--fault", "forward:4:1:kill", "--fault", "rebuild:0:2:kill", "--world-at", "6:3", "--world-at", "9:3"
@@ -186,6 +188,7 @@ def test_a_step_that_only_the_dead_saw_committed_stays_committed(tmp_path: Path,
     assert run.worlds(4) <= {3} and run.worlds(5) == {2}
 
 
+@pytest.mark.long
 def test_nodes_that_leave_and_come_cost_no_step(tmp_path: Path, reference: dict[str, Any]) -> None:
     run, endpoint = Run(tmp_path), f"127.0.0.1:{free_port()}"
     meeting = ("--nnodes", "1:3", "--settle", "50", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint)

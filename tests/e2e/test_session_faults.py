@@ -63,7 +63,7 @@ def test_a_step_that_breaks_is_retried_by_the_same_processes(tmp_path: Path, act
 @pytest.mark.parametrize(
     "features",
     [
-        "tail,clip,loader",
+        pytest.param("tail,clip,loader", marks=pytest.mark.long),
         "scaler,accumulate,batchnorm",
         pytest.param("ema,early,micro", marks=pytest.mark.long),
         "torch",

@@ -105,6 +105,7 @@ def test_a_sharded_model_s_stream_goes_back_with_it(tmp_path: Path, undisturbed:
     assert run.trained == undisturbed
 
 
+@pytest.mark.long
 def test_a_checkpoint_has_the_leases_in_it(tmp_path: Path, undisturbed: dict[int, list[int]]) -> None:
     """Another job goes on where one was cut off in the middle of its shards, on fewer ranks."""
     kept = ("--checkpoint-dir", str(tmp_path / "checkpoints"))
