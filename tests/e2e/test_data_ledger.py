@@ -124,6 +124,7 @@ def test_a_slow_rank_gets_fewer_samples_of_each_step_and_every_sample_is_still_u
     assert len(readers) == 2, "nobody was started anew"
 
 
+@pytest.mark.long
 def test_other_samples_are_told_apart(tmp_path: Path) -> None:
     one, other, wrong = Place(tmp_path / "one"), Place(tmp_path / "other"), Place(tmp_path / "wrong")
     run(one, "12")

@@ -110,6 +110,7 @@ def test_whole_nodes_die_in_the_middle_of_a_recovery(tmp_path: Path) -> None:
     assert_recovered(run, 4)
 
 
+@pytest.mark.long
 def test_when_no_copy_is_left_the_last_checkpoint_is_named_and_gone_on_from(tmp_path: Path) -> None:
     folder = ["--checkpoint-dir", str(tmp_path / "checkpoints"), "--snapshots", "off"]
     dumping = [*folder, "--recovery", "dump,exit"]

@@ -31,7 +31,7 @@ def test_a_killed_process_leaves_a_checkpoint_and_no_memory(tmp_path: Path) -> N
     assert hf.Checkpointer(tmp_path / "saved").load(model=model, optimizer=torch.optim.Adam(model.parameters())) == 7
 
 
-@pytest.mark.parametrize("end", ["return", "raise", "exit"])
+@pytest.mark.parametrize("end", ["return", *(pytest.param(end, marks=pytest.mark.long) for end in ("raise", "exit"))])
 def test_a_script_that_ends_without_close_has_saved_all_the_same(tmp_path: Path, end: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(hf.__file__).parents[1])}
     command = [sys.executable, str(SCRIPTS / "save_and_leave.py"), str(tmp_path), end]
