@@ -294,8 +294,10 @@ def test_after_a_fault_only_the_suspect_is_checked(end: Any, is_checked: bool) -
         assert {n for n, t in world.tasks if t.kind == "ready"} == {"a", "c"}, "as partners"
 
 
-@pytest.mark.parametrize(("times", "waited", "found"), [(1.6, 0.0, Fit), (1.0, 0.6, Fit), (2.0, 0.0, Slow)])
-def test_of_one_alone_only_much_slower_than_before_is_slow(times: float, waited: float, found: type) -> None:
+@pytest.mark.parametrize(
+    ("times", "waited", "found"), [(1.15, 0.0, Fit), (1.0, 0.6, Fit), (1.3, 0.0, Slow), (2.0, 0.0, Slow)]
+)
+def test_one_alone_is_slow_if_it_is_clearly_slower_than_before(times: float, waited: float, found: type) -> None:
     world = clinic(1)
     world.come("a")
     world.start_all()

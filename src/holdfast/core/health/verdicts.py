@@ -50,9 +50,6 @@ FLOORS: Mapping[Stage, float] = {"disk": 0.5}
 """Of other stages. A disk waits for its neighbours and for its own cache: half as long again says nothing."""
 FLOOR_BY_HISTORY = 0.2
 """Where too few are measured at once and an earlier check of the job must do: the conditions were others."""
-FLOOR_OF_ONE = 0.75
-"""The same with nobody beside it at all: what shares a core, caches or the way to memory with it may cost it as much,
-and the kernel does not count that as waiting."""
 DEVIATIONS_MAX = 5.0
 MAD_TO_DEVIATION = 1.4826
 HALF_TO_WHOLE: Mapping[Stage, float] = dict.fromkeys(PAIRED, 2.0)
@@ -126,7 +123,7 @@ def norm_of(stage: Stage, timings: Sequence[Timing], before: Norm | None = None)
     noise = _noise(timings)
     timings = _compared_ones(stage, timings)
     if before and len(timings) < COMPARED_MIN:
-        floor = max(FLOOR_OF_ONE if len(timings) == 1 else FLOOR_BY_HISTORY, FLOORS.get(stage, FLOOR))
+        floor = max(FLOOR_BY_HISTORY, FLOORS.get(stage, FLOOR))
         expected, deviation = before.expected_s, max(before.deviation, noise)
     else:
         floor = FLOORS.get(stage, FLOOR)
