@@ -1,4 +1,4 @@
-"""The user's word in a failover: `--dynamic-failover-extension module::Class`.
+"""The user's part in a failover: `--dynamic-failover-extension module::Class`.
 
     class Mine(holdfast.DynamicFailoverExtension):
         def get_user_failover_strategy(self, failure_info):
@@ -20,17 +20,18 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-import structlog
 
-from holdfast.core.faults import Failure, describe
-from holdfast.core.ladder import FailoverStrategy
-from holdfast.errors import UsageError
-from holdfast.guests import Guest, GuestError, reason
+from holdfast.core.faults.failures import Failure, describe
+from holdfast.core.strategies import FailoverStrategy
+from holdfast.errors import UsageError, UserCodeError
+from holdfast.util.logs import get_logger
+from holdfast.util.user_code import UserCode, reason
 
 __all__ = [
     "DynamicAgentFailoverExtension",
@@ -43,16 +44,16 @@ __all__ = [
 ]
 
 TIME_LIMIT_S = 3.0
-"""Everybody else waits for the answer: long enough to ask a monitoring system, short beside a restart from storage."""
+"""The whole job waits for the answer: long enough to ask a monitoring system, short beside a restart from storage."""
 HISTORY_MAX = 64
 """Earlier failures that an extension is told, the newest ones."""
 
-log = structlog.get_logger("failover")
+log = get_logger(__name__)
 _T = TypeVar("_T")
 
 
 class FailureInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What an extension is told."""
+    """The argument of an extension: a failure and what is known around it."""
 
     failure: Failure
     """Which worker failed and how: its typed end, exception, message, the tail of its log, and where its files are."""
@@ -91,23 +92,23 @@ class FailureInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def node_history(self) -> tuple[Failure, ...]:
-        """Those of the history that happened on the same node."""
+        """Earlier failures of the same node."""
         return tuple(earlier for earlier in self.history if earlier.node_id == self.node_id)
 
 
 class DynamicFailoverExtension:
-    """Asked by the job's master, about every worker of the job. Subclass it and name the class."""
+    """Base class of an extension that the job's master asks, about every worker of the job."""
 
     def get_user_failover_strategy(self, failure_info: FailureInfo) -> FailoverStrategy:
-        """What to do about this failure."""
+        """Return what to do about this failure."""
         return FailoverStrategy.NORMAL_FAILOVER
 
 
 class DynamicAgentFailoverExtension:
-    """Asked by each node's agent, about the workers of that node. Subclass it and name the class."""
+    """Base class of an extension that each node's agent asks, about the workers of that node."""
 
     def get_user_failover_strategy(self, failure_info: FailureInfo) -> FailoverStrategy:
-        """What to do about this failure."""
+        """Return what to do about this failure."""
         return FailoverStrategy.NORMAL_FAILOVER
 
 
@@ -119,7 +120,7 @@ BASES = (DynamicFailoverExtension, DynamicAgentFailoverExtension)
 
 
 def load(name: str) -> Extension:
-    """An object of the class that `module::Class` names. UsageError with a sentence if there is none to be had."""
+    """Return an object of the class that `module::Class` names. Raises UsageError if there is none."""
     module_name, separator, class_name = name.partition("::")
     words = [*module_name.split("."), class_name]
     if not separator or not all(word.isidentifier() for word in words):
@@ -148,7 +149,7 @@ def _find(name: str, module_name: str, class_name: str) -> object:
 
 @contextlib.contextmanager
 def _working_directory_first() -> Iterator[None]:
-    """Afterwards it is searched last: for what the extension imports later, and in nobody else's way."""
+    """Search the working directory first; afterwards last, for what the extension imports later."""
     here = str(Path.cwd())
     sys.path.insert(0, here)
     try:
@@ -168,9 +169,7 @@ def _guarded(what: str, work: Callable[[], _T]) -> _T:
 
 # --- asking
 
-_guest = Guest("failover extension")
-_stuck = _guest.stuck
-"""Calls that did not come back in time."""
+_user_code = UserCode("failover extension")
 
 
 async def ask(
@@ -181,13 +180,13 @@ async def ask(
     restart_count: int = 0,
     limit_s: float | None = None,
 ) -> FailoverStrategy:
-    """What the extension says about the failure. Takes `limit_s` at most, TIME_LIMIT_S if not given; never raises."""
+    """Return the extension's answer to a failure. Takes `limit_s` at most, TIME_LIMIT_S if not given; never raises."""
     info = FailureInfo(failure=failure, restart_count=restart_count, history=tuple(history)[-HISTORY_MAX:])
     try:
-        found = await _guest.ask(
+        found = await _user_code.ask(
             lambda: extension.get_user_failover_strategy(info), TIME_LIMIT_S if limit_s is None else limit_s
         )
-    except GuestError as error:
+    except UserCodeError as error:
         return _normal(extension, failure, str(error))
     return _judged(extension, failure, found)
 
@@ -196,14 +195,39 @@ def _judged(extension: Extension, failure: Failure, found: object) -> FailoverSt
     if not isinstance(found, FailoverStrategy):
         return _normal(extension, failure, f"it answered with a {type(found).__name__}, not a FailoverStrategy")
     if found is not FailoverStrategy.NORMAL_FAILOVER:
-        log.info(f"{_name(extension)} asks for {found.name}: {describe(failure)}")
+        log.info("failover-advice", f"{_name(extension)} asks for {found.name}: {describe(failure)}")
     return found
 
 
 def _normal(extension: Extension, failure: Failure, why: str) -> FailoverStrategy:
-    log.error(f"{_name(extension)} has no say in what follows: {why} ({describe(failure)})")
+    text = f"{_name(extension)} failed, using NORMAL_FAILOVER: {why} ({describe(failure)})"
+    log.error("failover-extension-failed", text)
     return FailoverStrategy.NORMAL_FAILOVER
 
 
 def _name(extension: Extension) -> str:
     return f"the failover extension {type(extension).__name__}"
+
+
+class AgentAdviser:
+    """Asks an extension for agents, if there is one, before an agent reports a failure. Raises UsageError if `name`,
+    `module::Class`, cannot be loaded; an empty name means that there is none."""
+
+    def __init__(self, name: str) -> None:
+        extension = load(name) if name else None
+        self._extension = extension if isinstance(extension, DynamicAgentFailoverExtension) else None
+        self._history: deque[Failure] = deque(maxlen=HISTORY_MAX)
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether there is an extension for agents; if not, a failure is reported at once."""
+        return self._extension is not None
+
+    async def advise(self, failure: Failure, restart_count: int, report: Callable[[Failure], None]) -> None:
+        """Report the failure, with the extension's advice."""
+        advice = FailoverStrategy.NORMAL_FAILOVER
+        if self._extension is not None:
+            history = tuple(self._history)
+            self._history.append(failure)
+            advice = await ask(self._extension, failure, history, restart_count=restart_count)
+        report(msgspec.structs.replace(failure, advice=advice))

@@ -1,13 +1,13 @@
 """The agent: does what the master's last order says, and reports what becomes of it.
 
-Orders name a wanted state (serve this view, hold, exit), so only the newest one counts: the agent works on one
-at a time and then looks again. Everything else runs beside it: the link to the master, the workers' watchers,
-the master's keeper where this node has the master.
+Orders name a wanted state (serve this view, hold, exit), so only the newest one counts: the agent works on one at a
+time and then looks at the newest again. Everything else runs in the background: the connection to the master, the
+workers' watchers, the master's supervisor where this node has the master.
 
-Being told to go (SIGTERM, Ctrl-C, any of --signals-to-handle) drains the node: the master hears of it, the
-workers get the same signal and their grace period, and the agent leaves with 128 + the signal's number. Workers that
-can leave at a step boundary are given the time to: the agent goes on serving until the master has planned a view
-without this node and they have left, for as long as the same grace period. A second signal ends the workers at once.
+A signal to leave (SIGTERM, Ctrl-C, any of --signals-to-handle) drains the node: it is reported to the master, the
+workers get the same signal and their grace period, and the agent exits with 128 + the signal's number. Workers that can
+leave at a step boundary are given the time to: the agent continues to serve until the master has planned a view without
+this node and they have left, for at most the same grace period. A second signal ends the workers at once.
 """
 
 from __future__ import annotations
@@ -17,62 +17,72 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Coroutine
 from typing import Any
 
 import msgspec
-import structlog
 
-from holdfast.agent.birth.launcher import Launcher
+from holdfast import exit_codes
 from holdfast.agent.config import AgentConfig
-from holdfast.agent.counters import Counters
-from holdfast.agent.crew import Crew
-from holdfast.agent.examination import Examination
-from holdfast.agent.hangs import HangWatch
-from holdfast.agent.identity import boot_id, machine_id, new_incarnation, saw_dead
-from holdfast.agent.line import LineServer
-from holdfast.agent.logs import WorkerLogs
-from holdfast.agent.master_keeper import EXIT_JOURNAL, MasterFailedError, MasterKeeper
-from holdfast.agent.memory.state_keeper import StateKeeper, find_last_checkpoint
+from holdfast.agent.console import JobConsole, signal_words
+from holdfast.agent.device_counters import Counters
+from holdfast.agent.file_timer import FileTimer
+from holdfast.agent.forced_ends import kill_late, kill_stopped
+from holdfast.agent.hangs import HangWatch, why_no_answer
+from holdfast.agent.helper_watch import Helper, StoppedWatch
+from holdfast.agent.incarnation import is_holder_dead, new_incarnation
+from holdfast.agent.late_ends import LateEnds
+from holdfast.agent.launch.launcher import Launcher
+from holdfast.agent.link_watch import PROBE_EVERY_REPORTS, LinkWatch
+from holdfast.agent.master_absence import LocalFacts, MasterAbsence
+from holdfast.agent.master_supervisor import MasterSupervisor
+from holdfast.agent.node_check import NodeCheck
 from holdfast.agent.out_of_memory import MemoryWatch
-from holdfast.agent.pace import PaceWatch
 from holdfast.agent.reports import Reports
-from holdfast.agent.store_ports import StorePorts
+from holdfast.agent.results import Result, ended_by, link_failed, reason_of
+from holdfast.agent.step_times import StepTimeWatch
 from holdfast.agent.uplink import Uplink
-from holdfast.core.events import Event, Hello, NodeExamined, NodeGone, NodeInfo, NodeLeaving, StoreOffered
-from holdfast.core.faults import Failure
+from holdfast.agent.view_stores import ViewStores
+from holdfast.agent.worker_connection import WorkerServer
+from holdfast.agent.worker_group import WorkerGroup
+from holdfast.agent.worker_logs import WorkerLogs
+from holdfast.agent.worker_stacks import grouped, read_stacks
+from holdfast.core.events import (
+    CountersRead,
+    Event,
+    Hello,
+    NodeChecked,
+    NodeInfo,
+    NodeLeaving,
+    NodeLeft,
+    StoreOffered,
+)
 from holdfast.core.health.findings import CheckResult, CheckTask
 from holdfast.core.orders import Exit, Hold, Order, Refuse, Serve
 from holdfast.core.records import Outcome
-from holdfast.errors import AuthenticationError, LaunchError
+from holdfast.errors import MasterFailedError
+from holdfast.snapshots.snapshot_manager import SnapshotManager, find_last_checkpoint
+from holdfast.util.logs import get_logger
+from holdfast.util.processes import boot_id, machine_id
+from holdfast.util.tasks import TaskSet, end_process_on_bugs
+from holdfast.wire.control_messages import NodeStacks
 
-EXIT_FAILED = 1
-EXIT_REFUSED = 4
-EXIT_NO_MASTER = 5
 TAKE_OVER_AFTER_S = 1.0
-"""How long the master may be away before another agent of its machine looks after it."""
-DEAD_LIVES_MAX = 8
+"""How long the master may be unreachable before another agent of its machine takes it over."""
+DEAD_INCARNATIONS_MAX = 8
 FAREWELL_S = 5.0
 """How long a finished master stays for agents that have not heard the end; see master.py."""
-GOODBYE_S = 3.0
-"""How long a leaving agent waits for the master to take note."""
+FAREWELL_SENT_TIMEOUT_S = 2.0
+"""How long an agent that has heard the end waits for a connection on which to confirm it."""
+GOODBYE_TIMEOUT_S = 3.0
+"""How long a leaving agent waits for the master's confirmation."""
+MASTER_END_S = 12.0
+"""How long a leaving agent waits for a master that it has told to end, and then killed: one that waits for a disk that
+does not answer cannot end."""
 MEMORY_SAMPLE_S = 1.0
-STORES_OPEN_MAX = 4
-"""Of views whose workers have not all left them for a later one."""
-HOLDING_LINE_AFTER_S = 1.0
-WAITING_LINE_S = 10.0
-"""How often an agent that waits says so."""
+HOLDING_MESSAGE_AFTER_S = 1.0
+UNREACHABLE_MESSAGE_EVERY_S = 10.0
 
-log = structlog.get_logger("agent")
-
-
-class Result(msgspec.Struct, frozen=True):
-    """How it ended, for the command line to say and to exit with."""
-
-    exit_code: int
-    why: str
-    outcome: Outcome | None = None
-    cause: Failure | None = None
+log = get_logger(__name__)
 
 
 class Agent:
@@ -81,34 +91,34 @@ class Agent:
     def __init__(self, config: AgentConfig, launcher: Launcher) -> None:
         self._config, self._launcher = config, launcher
         self._incarnation = new_incarnation()
-        self._dead_lives: tuple[str, ...] = ()
+        self._dead_incarnations: tuple[str, ...] = ()
         self._refused_by = ""
         self._job_id = config.spec.run_id
-        self._stores = StorePorts(config.address)
+        self._has_joined = False
         self._logs = WorkerLogs(config.logs)
         self._memory = MemoryWatch()
-        self._store_views: list[int] = []
-        self._view_heard = 0
+        self._newest_view = 0
         self._to_replace: set[int] = set()
-        """Local ranks that views which came and went before this agent got round to them wanted ended."""
+        """Local ranks to replace in views that were superseded before this agent served them."""
         self._order: Order | None = None
         self._order_changed = asyncio.Event()
         self._signal: signal.Signals | None = None
         self._leave_at = 0.0
-        """When a node that was told to go waits no longer for a step boundary, on the loop's clock."""
+        """When a node that got a signal waits no longer for a step boundary, on the loop's clock."""
         self._is_alone = True
         """Whether the newest view has no other node."""
-        self._over = False
-        """Whether the end of the job, or of our part in it, is known here."""
-        self._told_to_go = asyncio.Event()
-        self._background: set[asyncio.Task[None]] = set()
-        self._keeping: asyncio.Task[None] | None = None
+        self._is_over = False
+        """Whether the end of the job, or of this node's part in it, is known here."""
+        self._ends_without_master = False
+        self._signalled = asyncio.Event()
+        self._tasks = TaskSet()
+        self._stores = ViewStores(config.address, launcher.stores, self._tasks)
+        self._supervision: asyncio.Task[None] | None = None
         self._linking: asyncio.Task[None] | None = None
-        self._keeper = (
-            MasterKeeper(config.master, config.master_port, dict(os.environ))
-            if config.master
-            else None
-        )
+        self._supervisor: MasterSupervisor | None = None
+        self._file_timer: FileTimer | None = None
+        if config.master is not None:
+            self._supervisor = MasterSupervisor(config.master, config.master_port, dict(os.environ))
         self._uplink = Uplink(
             self,
             self._master_address,
@@ -116,34 +126,53 @@ class Agent:
             tls=config.tls,
             heartbeat_interval_s=config.heartbeat_interval_s,
             silence_timeout_s=config.silence_timeout_s,
+            keeps_master=lambda: self._supervisor is not None and self._supervisor.owned,
         )
-        self._reports = Reports(
-            config.node_id, lambda: self._incarnation, self._tell, lambda: self._uplink.waiting
+        self._reports = Reports(config.node_id, lambda: self._incarnation, self._send, lambda: self._uplink.waiting)
+        self._counters = Counters(
+            config.accelerator,
+            lambda view, readings: self._reports.report(CountersRead, view=view, readings=readings),
         )
-        self._counters = Counters(config.accelerator, self._reports.counters)
-        self._state = StateKeeper(config, self._reports)
-        self._crew = Crew(
+        self._snapshots = SnapshotManager(config, self._reports)
+        self._worker_group = WorkerGroup(
             config,
             self._reports,
             launcher,
             self._logs,
             self._memory,
             self._order_changed.set,
-            self._close_stores,
-            self._state,
+            self._stores.close_before,
+            self._snapshots,
         )
-        self._examination = Examination(config, launcher, self._report_check)
-        self._lines = LineServer(self._crew)
-        self._replication = self._state.replicate()
-        self._paces = PaceWatch(lambda: self._crew.seated, self._reports, config.straggler_interval_s)
-        self._hangs = HangWatch(lambda: self._crew.seated, self._reports, config.hang_timeout_s)
+        self._console = JobConsole(config, lambda: self._worker_group.ranked, lambda: self._worker_group.steps_made)
+        self._node_check = NodeCheck(config, launcher, self._report_check)
+        probe_every_s = PROBE_EVERY_REPORTS * config.straggler_interval_s
+        self._link_watch = LinkWatch(self._reports, token=config.token, tls=config.tls, probe_every_s=probe_every_s)
+        self._worker_server = WorkerServer(self._worker_group)
+        self._replication = self._snapshots.replicate()
+        self._step_times = StepTimeWatch(lambda: self._worker_group.ranked, self._reports, config.straggler_interval_s)
+        self._absence = MasterAbsence(config.state_dir, config.node_id, config.master_timeout_s, self._facts)
+        self._stopped_helpers = StoppedWatch(self._helpers)
+        self._hangs = HangWatch(
+            lambda: self._worker_group.ranked,
+            self._reports,
+            config.hang_timeout_s,
+            lambda: self._worker_group.in_sessions,
+            kill_stopped,
+        )
+        self._late_ends = LateEnds(
+            lambda: self._worker_group.ranked,
+            lambda: self._worker_group.succeeded,
+            kill_late,
+            config.hang_timeout_s,
+        )
 
-    # --- what the link asks of us
+    # --- called by the uplink
 
     def hello(self) -> Hello:
-        """Who we are and what we do."""
-        self._crew.ledger.say_again()
-        self._state.say(again=True)
+        """Return the first message to a master. What an earlier master may not have journaled is reported again."""
+        self._worker_group.sample_audit.resend()
+        self._snapshots.report(again=True)
         config = self._config
         info = NodeInfo(
             host=socket.gethostname(),
@@ -164,111 +193,152 @@ class Agent:
             incarnation=self._incarnation,
             info=info,
             spec=msgspec.structs.replace(config.spec, run_id=self._job_id),
-            store_port=self._stores.offer(),
-            serving=self._crew.view,
+            store_port=self._stores.ports.offer(),
             term=self._uplink.term,
-            dead_lives=self._dead_lives,
+            dead_incarnations=self._dead_incarnations,
             leaving=int(self._signal or 0),
-            parked=self._crew.parked,
+            parked=self._worker_group.parked,
         )
 
     def obey(self, order: Order) -> None:
-        """Take an order; the newest one counts. But a port that a view has taken up is gone even if a newer view
-        comes before this agent has got round to that one."""
-        if isinstance(order, Serve) and order.store_here and self._stores.promise(order.view, order.store_port):
-            self._offer_store()
-        if isinstance(order, Serve) and order.view != self._view_heard:
-            self._view_heard = order.view
+        """Accept an order; the newest one counts. A port that a view uses is taken even if a newer view arrives before
+        this agent serves that one."""
+        if isinstance(order, Serve) and order.store_here and self._stores.ports.reserve(order.view, order.store_port):
+            self._reports.report(StoreOffered, port=self._stores.ports.offer())
+        if isinstance(order, Serve) and order.view != self._newest_view:
+            self._newest_view = order.view
             self._to_replace.update(order.replaced)
         self._order = order
+        self._console.obey(order)
         self._order_changed.set()
 
-    def _master_address(self) -> tuple[str, int]:
-        return self._config.master_host, self._keeper.port if self._keeper else self._config.master_port
+    def read_stacks(self, request: int) -> None:
+        """Read the stacks of this node's workers and send them to the master."""
+        self._tasks.start(self._send_stacks(request), "stacks")
 
-    # --- the life of an agent
+    async def _send_stacks(self, request: int) -> None:
+        workers = [worker for worker in self._worker_group.ranked if worker.assignment and not worker.ended]
+        stacks = await read_stacks(workers, why_no_answer)
+        ranks = [worker.assignment.rank for worker in workers if worker.assignment]
+        note = (
+            "" if workers else f"it holds: {self._order.why}" if isinstance(self._order, Hold) else "it has no workers"
+        )
+        groups = grouped(list(zip(ranks, stacks, strict=True)))
+        await self._uplink.send_stacks(NodeStacks(request, self._config.node_id, groups, note))
+
+    def _master_address(self) -> tuple[str, int]:
+        return self._config.master_host, self._supervisor.port if self._supervisor else self._config.master_port
+
+    # --- the run of an agent
 
     async def run(self) -> Result:
-        """From the first connection to the end of the job, or of this node's part in it."""
+        """Run from the first connection to the end of the job, or of this node's part in it."""
         loop = asyncio.get_running_loop()
+        end_process_on_bugs(loop)
         for handled in self._config.signals:
             loop.add_signal_handler(handled, self._on_signal, handled)
-        if self._keeper and (failed := await self._start_master(self._keeper)):
+        if self._config.timer_file:
+            self._file_timer = FileTimer(self._config.timer_file, self._worker_group.end_expired)
+        self._tasks.start(self._stopped_helpers.run(), "stopped helpers")
+        if self._supervisor and (failed := await self._start_master(self._supervisor)):
             return failed
-        await self._open_line()
+        await self._listen_for_workers()
         link = self._linking = asyncio.create_task(self._join())
-        self._beside(self._hangs.run())
-        self._beside(self._paces.run())
-        self._beside(self._crew.ledger.run())
-        self._beside(self._sample_memory())
-        self._beside(self._look_after_master())
-        self._beside(self._mourn_stores())
+        self._tasks.start(self._hangs.run(), "hang watch")
+        self._tasks.start(self._late_ends.run(), "late ends")
+        self._tasks.start(self._step_times.run(), "step times")
+        self._tasks.start(self._link_watch.run(), "link watch")
+        self._tasks.start(self._worker_group.sample_audit.run(), "sample audit")
+        self._tasks.start(self._sample_memory(), "memory samples")
+        self._tasks.start(self._console.run(), "console")
+        self._tasks.start(self._watch_master(), "master watch")
+        if self._supervisor:
+            watch = self._supervisor.watch_answers(self._messages_heard, self._config.heartbeat_interval_s)
+            self._tasks.start(watch, "master answers")
+        self._tasks.start(self._stores.watch(), "store watch")
         orders = asyncio.create_task(self._work())
         try:
             await asyncio.wait({link, orders}, return_when=asyncio.FIRST_COMPLETED)
-            return _refused(link) if link.done() and not link.cancelled() else await orders
+            result = link_failed(link) if link.done() and not link.cancelled() else await orders
+            return self._completed(result)
         finally:
             await self._close(link, orders)
 
-    async def _start_master(self, keeper: MasterKeeper) -> Result | None:
-        """A result only if there is no point in going on."""
-        starting, told = asyncio.create_task(keeper.start()), asyncio.create_task(self._told_to_go.wait())
-        await asyncio.wait({starting, told}, return_when=asyncio.FIRST_COMPLETED)
-        told.cancel()
+    def _completed(self, result: Result) -> Result:
+        """Return the result with what the console shows of the end."""
+        incidents = self._console.incidents(self._order)
+        last_line = self._console.ended_line(result.outcome, result.why, incidents)
+        group = self._worker_group
+        return msgspec.structs.replace(
+            result,
+            job_id=self._console.job_id,
+            last_line=last_line,
+            failures=group.failures,
+            ranks=group.ranks,
+        )
+
+    async def _start_master(self, supervisor: MasterSupervisor) -> Result | None:
+        """Start the master; return a result only if there is no point in going on."""
+        starting, signalled = asyncio.create_task(supervisor.start()), asyncio.create_task(self._signalled.wait())
+        await asyncio.wait({starting, signalled}, return_when=asyncio.FIRST_COMPLETED)
+        signalled.cancel()
         if not starting.done():
-            keeper.release()
+            supervisor.release()
             await asyncio.wait({starting})
-        await asyncio.gather(told, return_exceptions=True)
+        await asyncio.gather(signalled, return_exceptions=True)
         try:
             starting.result()
         except MasterFailedError as error:
             if self._signal is None:
-                return Result(EXIT_JOURNAL, str(error))
-        if self._signal is not None and not keeper.owned:
-            return Result(128 + int(self._signal), f"ended by {self._signal.name}", Outcome.STOPPED)
-        self._keeping = self._beside(keeper.keep(lambda: self._over))
+                return Result(exit_codes.NO_MASTER, str(error))
+        if self._signal is not None and not supervisor.owned:
+            return ended_by(self._signal)
+        self._supervise(supervisor)
         return None
 
+    def _supervise(self, supervisor: MasterSupervisor) -> None:
+        self._supervision = self._tasks.start(supervisor.supervise(lambda: self._is_over), "master supervisor")
+
     async def _join(self) -> None:
-        """Only when this node can start workers at once: a job that runs must not wait for a newcomer to warm up.
-        One that is told to go meanwhile comes to say goodbye: it may have the master, which must know."""
-        warming, told = asyncio.create_task(self._launcher.ready()), asyncio.create_task(self._told_to_go.wait())
+        """Connect to the master once this node can start workers at once: a running job must not wait for a newcomer to
+        warm up. A node that gets a signal before connects to report that it leaves: it may have the master, which must
+        know."""
+        warming, signalled = asyncio.create_task(self._launcher.ready()), asyncio.create_task(self._signalled.wait())
         try:
-            await asyncio.wait({warming, told}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({warming, signalled}, return_when=asyncio.FIRST_COMPLETED)
             for problem in warming.result().problems if warming.done() else ():
-                log.warning(problem)
+                log.warning("fork-server-problem", problem)
         finally:
             warming.cancel()
-            told.cancel()
+            signalled.cancel()
         await self._uplink.run()
 
     async def _close(self, *tasks: asyncio.Task[Any]) -> None:
-        for task in (*tasks, *self._background):
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, *self._background, return_exceptions=True)
-        await self._examination.close()
-        await self._crew.close()
-        await self._state.close()
-        await self._lines.close()
+        self._tasks.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.close()
+        if self._file_timer is not None:
+            self._file_timer.close()
+        await self._node_check.close()
+        await self._worker_group.close()
+        await self._snapshots.close()
+        await self._worker_server.close()
         await self._logs.drain()
         self._logs.close()
-        self._stores.close()
+        self._absence.close()
+        self._stores.ports.close()
         await self._launcher.close()
-        if self._keeper and self._over:  # else others may need the master: it ends when they are gone
-            await self._keeper.stop(max(FAREWELL_S, self._config.silence_timeout_s) + 1.0)
-
-    def _beside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-        task.add_done_callback(_log_bugs)
-        return task
+        if self._supervisor and self._is_over:  # else others may need the master: it ends when they are gone
+            stays_s = max(FAREWELL_S, self._config.silence_timeout_s) + self._config.farewell_timeout_s
+            await self._supervisor.stop(stays_s + 1.0)
 
     async def _work(self) -> Result:
         while True:
             await self._order_changed.wait()
             self._order_changed.clear()
-            if self._signal is not None and self._may_go():
+            if self._signal is not None and self._may_leave():
                 return await self._leave(self._signal)
             result = await self._do(self._order)
             if result is not None:
@@ -276,20 +346,25 @@ class Agent:
 
     async def _do(self, order: Order | None) -> Result | None:
         if not isinstance(order, Hold) or order.check is None:
-            self._examination.want(None)
+            self._node_check.want(None)
+        if isinstance(order, Serve | Hold):
+            self._link_watch.follow(order.neighbours, is_asked=order.report_links)
         match order:
             case Serve():
                 await self._serve(order)
             case Hold():
-                return await self._stand_by(order)
+                return await self._hold(order)
             case Exit():
-                self._over = True
-                await self._uplink.say_farewell()
-                url = self._crew.checkpoint_url()
-                await self._stop_crew(self._config.shutdown_timeout_s)
+                self._is_over = True
+                await self._uplink.farewell_sent(FAREWELL_SENT_TIMEOUT_S)
+                url = self._worker_group.checkpoint_url()
+                await self._stop_workers(self._config.shutdown_timeout_s)
                 is_success = order.outcome is Outcome.SUCCEEDED
-                last = await self._state.finish(is_success, self._is_alone) or await find_last_checkpoint(url)
-                return Result(order.exit_code, _last_words(order, last), order.outcome, order.cause)
+                last = await self._snapshots.finish(is_success, self._is_alone) or await find_last_checkpoint(url)
+                why = reason_of(order, last)
+                if self._ends_without_master:
+                    await self._absence.end(why)
+                return Result(order.exit_code, why, order.outcome, order.cause)
             case Refuse():
                 return await self._refused(order)
             case _:
@@ -297,236 +372,227 @@ class Agent:
         return None
 
     async def _serve(self, order: Serve) -> None:
-        self._job_id = order.job_id
+        self._job_id, self._has_joined = order.job_id, True
         self._is_alone = order.group_world_size == 1
-        if order.view != self._crew.view and order.store_here:
-            self._open_store(order)
+        if order.view != self._worker_group.view and order.store_here:
+            self._stores.open(order)
         replaced, self._to_replace = tuple(sorted(self._to_replace)), set()
-        self._state.serve(order)
-        await self._crew.serve(msgspec.structs.replace(order, replaced=replaced))
+        self._snapshots.serve(order)
+        await self._worker_group.serve(msgspec.structs.replace(order, replaced=replaced))
         self._reap_orphans()
 
-    async def _stand_by(self, order: Hold) -> Result | None:
-        self._job_id = order.job_id
-        self._state.hold()
-        await self._crew.hold(order)
+    async def _hold(self, order: Hold) -> Result | None:
+        self._job_id, self._has_joined = order.job_id, True
+        self._snapshots.hold()
+        await self._worker_group.hold(order)
         self._reap_orphans()
-        if order.check is not None:  # only now: workers that run would be in its way
-            self._examination.want(order.check)
+        if order.check is not None:  # only now: workers that run would disturb the check
+            self._node_check.want(order.check)
         if not order.leaving:
-            if order.check is None:  # else the master says what is going on, and each round would say it again
-                self._beside(self._say_holding(order))
-        elif not self._crew.in_session:  # else the crew says when the last of them has left
-            await self._crew.stop(self._config.restart_grace_s)
-            self._state.vault.remove()
-            await self._say_goodbye()
-            return Result(0, order.why, Outcome.STOPPED)
+            if order.check is None:  # else the master logs what is going on, and each round would repeat it
+                self._tasks.start(self._log_holding(order))
+        elif not self._worker_group.in_session:  # else the worker group calls back when the last of them has left
+            await self._worker_group.stop(self._config.restart_grace_s)
+            self._snapshots.snapshot_store.remove()
+            await self._report_left()
+            return Result(exit_codes.SUCCESS, order.why, Outcome.STOPPED)
         return None
 
-    def _open_store(self, order: Serve) -> None:
-        listener = self._stores.take(order.view)
-        if listener is None:
-            log.error(f"view {order.view} asks for a store on port {order.store_port}, which was not on offer here")
-            return
-        self._beside(self._launcher.open_store(order.view, order.store_host, listener))
-        self._store_views.append(order.view)
-        # Workers that are kept may need the store of their view until they have left it.
-        self._close_stores(self._store_views[-STORES_OPEN_MAX:][0] if order.kept else order.view)
-
-    def _close_stores(self, view: int) -> None:
-        """Those of views before this one."""
-        for earlier in [number for number in self._store_views if number < view]:
-            self._store_views.remove(earlier)
-            self._beside(self._launcher.close_store(earlier))
-
-    def _offer_store(self) -> None:
-        self._report(
-            StoreOffered(
-                node_id=self._config.node_id, incarnation=self._incarnation, port=self._stores.offer()
-            )
-        )
-
-    def _tell(self, event: Event) -> None:
-        """To the master; what its counters say of the node follows when something failed."""
+    def _send(self, event: Event) -> None:
+        """Send an event to the master; when something failed, the devices' counters follow."""
         self._uplink.report(event)
         if view := self._counters.view_of(event):
-            self._beside(self._counters.read(view))
-
-    def _report(self, event: Event) -> None:
-        self._uplink.report(event)
+            self._tasks.start(self._counters.read(view))
 
     def _report_check(self, task: CheckTask, result: CheckResult) -> None:
-        self._report(
-            NodeExamined(
-                node_id=self._config.node_id,
-                incarnation=self._incarnation,
-                checkup=task.checkup,
-                round=task.round,
-                result=result,
-            )
-        )
+        self._reports.report(NodeChecked, checkup=task.checkup, round=task.round, result=result)
 
-    async def _stop_crew(self, grace_s: float, with_signal: int = signal.SIGTERM) -> None:
-        await self._crew.stop(grace_s, with_signal)
+    async def _stop_workers(self, grace_s: float, with_signal: int = signal.SIGTERM) -> None:
+        await self._worker_group.stop(grace_s, with_signal)
         self._reap_orphans()
 
     def _reap_orphans(self) -> None:
-        self._launcher.reap_orphans({self._keeper.process_id} if self._keeper else set())
+        self._launcher.reap_orphans({self._supervisor.process_id} if self._supervisor else set())
 
-    async def _say_holding(self, order: Hold) -> None:
-        await asyncio.sleep(HOLDING_LINE_AFTER_S)  # most holds are over in a moment and not worth a line
+    async def _log_holding(self, order: Hold) -> None:
+        await asyncio.sleep(HOLDING_MESSAGE_AFTER_S)  # most holds are over in a moment and not worth a line
         if self._order is order:
-            log.info(f"holding: {order.why}")
+            log.info("node-holding", f"holding: {order.why}")
 
-    # --- going
+    # --- leaving
 
     def _on_signal(self, received: signal.Signals) -> None:
-        if self._signal is not None:
+        if self._is_over and self._worker_group.is_empty and self._supervisor:
+            self._supervisor.release()  # the master stays for nodes that were lost: there is nothing else to wait for
+        elif self._signal is not None:
             self._leave_at = 0.0
-            if not self._crew.is_empty:
-                self._crew.kill()
-            elif self._keeper:
-                self._keeper.release()
+            if not self._worker_group.is_empty:
+                self._worker_group.kill()
+            elif self._supervisor:
+                self._supervisor.release()
         else:
+            self._logs.hide_interrupts()
             self._signal = received
             loop = asyncio.get_running_loop()
             self._leave_at = loop.time() + self._config.shutdown_timeout_s
             loop.call_at(self._leave_at, self._order_changed.set)
-            self._told_to_go.set()
-            self._report(
-                NodeLeaving(
-                    node_id=self._config.node_id,
-                    incarnation=self._incarnation,
-                    signal=int(received),
-                    why=f"its agent got {received.name}",
-                )
-            )
+            self._signalled.set()
+            self._reports.report(NodeLeaving, signal=int(received), why=f"its agent got {received.name}")
         self._order_changed.set()
 
-    def _may_go(self) -> bool:
-        """Workers that can leave at a step boundary stay until the master has planned it and they have left; not for
-        longer than a stop may take, and not if there is no boundary to come."""
+    def _may_leave(self) -> bool:
+        """Return False while workers can still leave at a step boundary: until the master has planned it and they have
+        left, for at most as long as a stop may take, and not if no boundary will come."""
         waits = isinstance(self._order, Serve) or (isinstance(self._order, Hold) and self._order.release > 0)
-        return not self._crew.in_session or not waits or asyncio.get_running_loop().time() >= self._leave_at
+        return not self._worker_group.in_session or not waits or asyncio.get_running_loop().time() >= self._leave_at
 
     async def _leave(self, received: signal.Signals) -> Result:
-        log.info(f"got {received.name}: stopping this node's workers, at most {self._config.shutdown_timeout_s:.0f} s")
-        await self._stop_crew(self._config.shutdown_timeout_s, received)
+        timeout_s = self._config.shutdown_timeout_s
+        text = f"got {signal_words(received)}: stopping this node's workers, in at most {timeout_s:.0f} s"
+        log.notice("node-stopping", text)
+        await self._stop_workers(timeout_s, received)
+        saved = ""
         if not (isinstance(self._order, Hold) and self._order.release):  # else the job goes on elsewhere
-            await self._state.finish(False, self._is_alone)
-        await self._say_goodbye()
-        return Result(128 + int(received), f"ended by {received.name}", Outcome.STOPPED)
+            saved = await self._snapshots.finish(False, self._is_alone)
+        await self._report_left()
+        return msgspec.structs.replace(ended_by(received), saved=saved)
 
-    async def _say_goodbye(self) -> None:
-        self._report(NodeGone(node_id=self._config.node_id, incarnation=self._incarnation))
-        self._over = True
+    async def _report_left(self) -> None:
+        self._reports.report(NodeLeft)
+        self._is_over = True
+        is_confirmed = True
         try:
-            async with asyncio.timeout(GOODBYE_S):
+            async with asyncio.timeout(GOODBYE_TIMEOUT_S):
                 await self._uplink.drained()
         except TimeoutError:
-            log.warning("the master did not take note of the goodbye; leaving all the same")
+            is_confirmed = False
+            text = f"the master did not confirm in {GOODBYE_TIMEOUT_S:.0f} s that this node leaves: leaving anyway"
+            log.warning("leaving-unconfirmed", text)
         if self._linking:
             self._linking.cancel()
-        if self._keeper and self._keeper.owned:
-            await self._host_to_the_end()
+        if self._supervisor and self._supervisor.owned:
+            await self._wait_for_master(self._supervisor, is_confirmed)
 
-    async def _host_to_the_end(self) -> None:
-        """The job may go on elsewhere: whoever has its master stays for it."""
-        assert self._keeping is not None
-        await asyncio.wait({self._keeping}, timeout=GOODBYE_S)
-        if not self._keeping.done():
-            log.warning("other nodes go on and this node has the master: staying for it; another signal ends it")
-            await asyncio.wait({self._keeping})
+    async def _wait_for_master(self, supervisor: MasterSupervisor, is_confirmed: bool) -> None:
+        """Stay until the master ends: the job may go on elsewhere and needs it. If it goes on nowhere, a master that
+        cannot even write down that the last node leaves, as its disk is full or does not answer, is not waited for."""
+        assert self._supervision is not None
+        await asyncio.wait({self._supervision}, timeout=GOODBYE_TIMEOUT_S)
+        if self._supervision.done():
+            return
+        if self._is_alone and not is_confirmed:
+            text = "the master does not answer and no other node needs it: ending it; the job can be continued later"
+            log.warning("master-not-waited-for", text)
+            supervisor.release()
+        else:
+            text = (
+                "the master on this node is still needed, by nodes that continue or to tell lost ones of the end:"
+                " waiting for it; another signal ends it"
+            )
+            log.warning("waiting-for-master", text)
+        released = asyncio.create_task(supervisor.released())
+        await asyncio.wait({self._supervision, released}, return_when=asyncio.FIRST_COMPLETED)
+        released.cancel()
+        await asyncio.wait({self._supervision}, timeout=MASTER_END_S)
 
     async def _refused(self, refusal: Refuse) -> Result | None:
-        await self._stop_crew(self._config.restart_grace_s)
+        await self._stop_workers(self._config.restart_grace_s)
         if refusal.rejoin:
-            log.warning(f"{refusal.why}: coming back as a new life")
-            # Nobody knows better that it is dead: its workers have just been stopped.
-            self._dead_lives = (*self._dead_lives, self._incarnation)[-DEAD_LIVES_MAX:]
+            log.warning("node-rejoining", f"{refusal.why}: rejoining as a new incarnation")
+            # This agent has just stopped its workers, so it knows that the old incarnation is dead.
+            known = (*self._dead_incarnations, self._incarnation)
+            self._dead_incarnations = known[-DEAD_INCARNATIONS_MAX:]
             self._incarnation = new_incarnation()
             self._uplink.forget_reports()
-            self._order = None  # what came meanwhile was for the old life
-        elif refusal.holder and refusal.holder not in self._dead_lives and saw_dead(refusal):
-            self._dead_lives = (*self._dead_lives, refusal.holder)
+            self._order = None  # what has arrived since was for the old incarnation
+        elif refusal.holder and refusal.holder not in self._dead_incarnations and is_holder_dead(refusal):
+            self._dead_incarnations = (*self._dead_incarnations, refusal.holder)
         elif refusal.retry_after_s is None:
-            return Result(EXIT_REFUSED, refusal.why)
+            return Result(exit_codes.REFUSED, refusal.why)
         else:
-            self._say_refusal(refusal)
+            self._log_refusal(refusal)
             await asyncio.sleep(min(refusal.retry_after_s, 1.0) + 0.01)  # as the master said; less, to hear of news
         self._uplink.reconnect()
         return None
 
-    def _say_refusal(self, refusal: Refuse) -> None:
-        """Once for each reason: what changes from try to try is how long there is to wait."""
+    def _log_refusal(self, refusal: Refuse) -> None:
+        """Log a refusal once for each reason: from attempt to attempt only the time to wait changes."""
         if self._refused_by != refusal.holder:
             self._refused_by = refusal.holder
-            log.warning(f"not taken in yet: {refusal.why}")
+            log.warning("join-refused", f"the master refused this node, retrying: {refusal.why}")
 
-    # --- beside
+    # --- in the background
 
-    async def _open_line(self) -> None:
+    async def _listen_for_workers(self) -> None:
         try:
-            await self._lines.start()
+            await self._worker_server.start()
         except OSError as error:
-            log.warning(f"no socket for workers, so none can be repaired while it runs: {error}")
+            text = f"cannot open the socket for workers, so they are restarted instead of repaired: {error}"
+            log.warning("no-worker-socket", text)
         else:
-            self._crew.listen_at(self._lines.name)
+            self._worker_group.listen_at(self._worker_server.name)
 
     async def _sample_memory(self) -> None:
         while True:
             self._memory.sample()
             await asyncio.sleep(MEMORY_SAMPLE_S)  # counters of the kernel: there is no event for them
 
-    async def _mourn_stores(self) -> None:
-        """Workers that have met go on without their store; one that still needs it fails and is restarted."""
-        while True:
-            lost = await self._launcher.stores_lost()
-            log.warning(f"the store of view {', '.join(map(str, sorted(lost)))} is gone: its keeper died")
+    def _helpers(self) -> list[Helper]:
+        """Return the processes that are replaced when they hang."""
+        found = [*self._launcher.helpers]
+        if checksummer := self._snapshots.checksummer.process:
+            found.append(Helper("the process that verifies snapshots", checksummer.pid, checksummer.kill))
+        if self._supervisor and (master := self._supervisor.helper):
+            found.append(master)
+        return found
 
-    async def _look_after_master(self) -> None:
-        """While the master is away: say so, take it over if it can be had, give up if it never was there."""
-        said_at = 0.0
-        while not self._over:
+    def _messages_heard(self) -> int | None:
+        """Return how many messages have come from the master; None while it need not answer."""
+        is_talking = self._linking is not None and not self._linking.done() and not self._is_over
+        return self._uplink.messages_heard if is_talking and self._uplink.is_started else None
+
+    async def _watch_master(self) -> None:
+        """While the master is unreachable: log it, take the master over if possible, give up if it never was there."""
+        logged_at = 0.0
+        while not self._is_over:
             await asyncio.sleep(TAKE_OVER_AFTER_S)  # nothing waits for this; it only notices a long absence
             since = self._uplink.unreachable_since
             away_s = time.monotonic() - since if since is not None else 0.0
-            if away_s < TAKE_OVER_AFTER_S:
+            is_away = away_s >= TAKE_OVER_AFTER_S
+            is_too_long = self._absence.look(away_s if is_away else 0.0, self._uplink.unanswered)
+            if not is_away:
                 continue
-            if self._keeper and not self._keeper.owned and self._job_id and await self._keeper.take_over(self._job_id):
-                self._keeping = self._beside(self._keeper.keep(lambda: self._over))
-            if time.monotonic() - said_at > WAITING_LINE_S:
-                said_at = time.monotonic()
-                log.warning(f"the master cannot be reached for {away_s:.0f} s ({self._uplink.trouble}); trying on")
-            if away_s > self._config.join_timeout_s:
-                self._give_up(away_s)
+            supervisor = self._supervisor
+            may_take_over = supervisor and not supervisor.owned and self._job_id
+            if supervisor and may_take_over and await supervisor.take_over(self._job_id, has_joined=self._has_joined):
+                self._supervise(supervisor)
+            if time.monotonic() - logged_at > UNREACHABLE_MESSAGE_EVERY_S:
+                logged_at = time.monotonic()
+                text = f"the master is unreachable for {away_s:.0f} s ({self._uplink.trouble}); retrying"
+                log.warning("master-unreachable", text)
+            is_here = supervisor is not None and supervisor.owned  # what keeps it from running can be mended here
+            if away_s > self._config.join_timeout_s or (is_too_long and not is_here):
+                self._give_up(away_s, "" if is_here else self._absence.needs_decision)
 
-    def _give_up(self, away_s: float) -> None:
-        """Running workers train on without a master; an agent with nothing to run has no reason to stay."""
-        if self._crew.running or self._crew.in_session:
+    def _facts(self) -> LocalFacts:
+        newest = self._snapshots.uploader.newest
+        return LocalFacts(
+            job_id=self._job_id,
+            master="{}:{}".format(*self._master_address()),
+            trouble=self._uplink.trouble,
+            view=self._worker_group.view,
+            workers=self._worker_group.ranked,
+            checkpoint=newest.url if newest is not None else "",
+        )
+
+    def _give_up(self, away_s: float, undecided: str) -> None:
+        """End an agent that has nothing to run, or whose workers wait for a decision that does not come; workers that
+        train go on without a master."""
+        if not undecided and (self._worker_group.running or self._worker_group.in_session):
             return
-        why = f"the master at {self._uplink.trouble or 'its address'} could not be reached for {away_s:.0f} s"
-        code, outcome = (0, Outcome.SUCCEEDED) if self._crew.is_done else (EXIT_NO_MASTER, Outcome.FAILED)
+        why = f"the master at {self._uplink.trouble or 'its address'} was unreachable for {away_s:.0f} s"
+        why += f", and a decision was needed: {undecided}" if undecided else ""
+        is_done = self._worker_group.is_done
+        code, outcome = (0, Outcome.SUCCEEDED) if is_done else (exit_codes.NO_MASTER, Outcome.FAILED)
+        self._ends_without_master = True
         self.obey(Exit(outcome=outcome, exit_code=code, why=why, cause=None))
-
-
-def _last_words(order: Exit, checkpoint: str) -> str:
-    """Why it ended, and what the next start goes on from."""
-    if order.outcome is not Outcome.FAILED or not checkpoint:
-        return order.why
-    return f"{order.why}; the last checkpoint is {checkpoint}"
-
-
-def _refused(link: asyncio.Task[None]) -> Result:
-    error = link.exception()
-    if isinstance(error, AuthenticationError):
-        return Result(EXIT_REFUSED, str(error))
-    if isinstance(error, LaunchError):
-        return Result(EXIT_FAILED, str(error))
-    assert error is not None, "the link ended without a reason"
-    raise error
-
-
-def _log_bugs(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()):
-        log.error(f"{type(error).__name__}: {error}", exc_info=error)

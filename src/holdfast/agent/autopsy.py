@@ -20,10 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from holdfast.agent.logs import WorkerLogFiles, read_tail, tail_lines
-from holdfast.core.fault_table import BUILT_IN, typed
-from holdfast.core.fault_types import FaultTable
-from holdfast.core.faults import (
+from holdfast.agent.worker_logs import WorkerLogFiles, read_tail, tail_lines
+from holdfast.core.faults.failures import (
     LOG_LINE_CHARS_MAX,
     LOG_TAIL_LINES_MAX,
     TRACEBACK_CHARS_MAX,
@@ -33,6 +31,8 @@ from holdfast.core.faults import (
     OutOfMemory,
     Signalled,
 )
+from holdfast.core.faults.fault_table import BUILT_IN, typed
+from holdfast.core.faults.fault_types import FaultTable
 
 ERROR_FILE_BYTES_MAX = 1_000_000
 STDERR_TAIL_BYTES_MAX = 256 * 1024
@@ -54,6 +54,17 @@ TYPE_LINE = re.compile(r"^(?P<type>[A-Za-z_][\w.<>]*)(?::|$)")
 # The main script's syntax error has no header: it was never called.
 SYNTAX_ERROR = re.compile(r"^(?:SyntaxError|IndentationError|TabError)(?::|$)")
 TERMINATE = re.compile(r"^terminate called (?:after throwing an instance of '(?P<type>[^']+)'|without)")
+# What torch's watchdogs of collectives say before they end the process: of a collective, or of themselves.
+WATCHDOG = re.compile(
+    r"watchdog thread terminated with exception|Watchdog caught collective operation (timeout|error)"
+    r"|due to ProcessGroup\w+ watchdog hang|watchdog got stuck",
+    re.IGNORECASE,
+)
+WATCHDOG_EXCEPTION = "DistBackendError"
+"""The exception that torch raises for the same error, where it raises one."""
+WATCHDOG_LINES_MAX = 40
+"""How many lines from the end are searched for a watchdog that ended the process without an exception."""
+WHAT_LINES_MAX = 3
 FATAL_ERROR = "Fatal Python error: "
 # Where a message of several lines turns into a second traceback (a data loader's, C++'s).
 MESSAGE_END = re.compile(r"\(most recent call (?:last|first)\):|^Exception raised from ")
@@ -65,8 +76,8 @@ OTHER_WRITER = re.compile(
 )
 
 
-class Finding(NamedTuple):
-    """What is known of an exception."""
+class ExitEvidence(NamedTuple):
+    """An exception, as far as it is known."""
 
     exception: str
     message: str
@@ -74,7 +85,12 @@ class Finding(NamedTuple):
     failed_at: float | None = None
 
 
-NOTHING = Finding("", "", "")
+NOTHING = ExitEvidence("", "", "")
+UNFINISHED = ExitEvidence(
+    "",
+    "ended in the middle of its steps: leave their loop by break or return, and the script by its end or sys.exit()",
+    "",
+)
 
 
 def examine(
@@ -89,14 +105,20 @@ def examine(
     files: WorkerLogFiles,
     memory_evidence: Callable[[int], str] = lambda pid: "",
     step: int = -1,
+    is_unfinished: bool = False,
+    killed_why: str = "",
     table: FaultTable = BUILT_IN,
 ) -> Failure | None:
-    """None for success. `exit_code` is negative for a signal, as subprocess counts; `memory_evidence` is asked only
-    where SIGKILL was the end, because an answer uses up a counted kill (`MemoryWatch.evidence`)."""
-    if exit_code == 0:
+    """Return the failure of a worker, None for success. `exit_code` is negative for a signal, as subprocess counts;
+    `memory_evidence` is asked only where SIGKILL was the end, because an answer uses up a counted kill
+    (`MemoryWatch.evidence`). `is_unfinished`: the worker was in its loop of steps and has not reported that it leaves
+    it; then code 0 (of os._exit) is no success. `killed_why`: why the agent itself has killed it."""
+    if exit_code == 0 and not is_unfinished:
         return None
     end = find_end(exit_code, pid, memory_evidence)
     finding = read_error_file(files.error_file, ended_at) or read_stderr(end, files) or NOTHING
+    if exit_code == 0:
+        finding = UNFINISHED
     log_file, log_tail = find_log_tail(files)
     failure = Failure(
         node_id=node_id,
@@ -107,7 +129,7 @@ def examine(
         end=end,
         failed_at=ended_at if finding.failed_at is None else finding.failed_at,
         exception=clean(finding.exception)[:EXCEPTION_CHARS_MAX],
-        message=one_line(finding.message, shell_note(exit_code, pid, memory_evidence)),
+        message=one_line(killed_why or finding.message, shell_note(exit_code, pid, memory_evidence)),
         traceback=shorten(clean(finding.traceback).strip("\n"), TRACEBACK_CHARS_MAX),
         log_tail=log_tail,
         error_file=files.error_file if Path(files.error_file).is_file() else "",
@@ -118,8 +140,8 @@ def examine(
 
 
 def find_end(exit_code: int, pid: int, memory_evidence: Callable[[int], str]) -> End:
-    """How the process ended; a SIGKILL for lack of memory told apart from any other."""
-    if exit_code > 0:
+    """Return how the process ended; a SIGKILL for lack of memory is distinguished from any other."""
+    if exit_code >= 0:
         return Exited(exit_code)
     if exit_code == -signal.SIGKILL and (evidence := memory_evidence(pid)):
         return OutOfMemory(evidence)
@@ -127,6 +149,7 @@ def find_end(exit_code: int, pid: int, memory_evidence: Callable[[int], str]) ->
 
 
 def signal_name(number: int) -> str:
+    """Return the name of a signal, as SIGKILL."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -134,17 +157,17 @@ def signal_name(number: int) -> str:
 
 
 def shell_note(exit_code: int, pid: int, memory_evidence: Callable[[int], str]) -> str:
-    """What a shell means by an exit code above 128 (`--no-python run.sh`)."""
+    """Return what a shell means by an exit code above 128 (`--no-python run.sh`)."""
     number = exit_code - 128
     if number not in set(signal.Signals):
         return ""
-    note = f"exit code {exit_code} is 128 + {number}: a shell's word for a command killed by {signal_name(number)}"
+    note = f"exit code {exit_code} is 128 + {number}: a shell's code for a command killed by {signal_name(number)}"
     evidence = memory_evidence(pid) if number == signal.SIGKILL else ""
     return f"{note}; {evidence}" if evidence else note
 
 
-def read_error_file(path: str, ended_at: float) -> Finding | None:
-    """What the worker wrote about its exception; None if there is no such file or it cannot be made sense of."""
+def read_error_file(path: str, ended_at: float) -> ExitEvidence | None:
+    """Return what the worker wrote about its exception; None if there is no such file or it is not valid."""
     try:
         with Path(path).open("rb") as file:
             content = json.loads(file.read(ERROR_FILE_BYTES_MAX).decode("utf-8", "replace"))
@@ -152,18 +175,18 @@ def read_error_file(path: str, ended_at: float) -> Finding | None:
         return None  # absent, cut short when the process was killed, or not ours
     message = content.get("message") if isinstance(content, dict) else None
     if isinstance(message, str):
-        return Finding("", message, "")
+        return ExitEvidence("", message, "")
     if not isinstance(message, dict) or not isinstance(message.get("message"), str):
         return None
     extra = message.get("extraInfo")
     return from_record(message["message"], extra if isinstance(extra, dict) else {}, ended_at)
 
 
-def from_record(message: str, extra: dict[str, object], ended_at: float) -> Finding:
-    """The shape that @record writes: the message begins with the exception's type."""
+def from_record(message: str, extra: dict[str, object], ended_at: float) -> ExitEvidence:
+    """Return the evidence in the format that @record writes: the message starts with the exception's type."""
     found = TYPE_LINE.match(message.partition("\n")[0])
     exception, callstack = extra.get("exception"), extra.get("py_callstack")
-    return Finding(
+    return ExitEvidence(
         exception if isinstance(exception, str) and exception else found["type"] if found else "",
         message,
         callstack if isinstance(callstack, str) else "",
@@ -172,7 +195,7 @@ def from_record(message: str, extra: dict[str, object], ended_at: float) -> Find
 
 
 def find_time(extra: dict[str, object], ended_at: float) -> float:
-    """When the exception was raised: never after the end.
+    """Return when the exception was raised: never after the end.
 
     torch writes whole seconds, rounded down. Taken as it is, such a time would come before that of the failure which
     caused it; the end of that second is the earliest moment by which it had surely happened.
@@ -191,36 +214,53 @@ def as_seconds(value: object) -> float | None:
     return seconds if math.isfinite(seconds) and seconds > 0 else None
 
 
-def read_stderr(end: End, files: WorkerLogFiles) -> Finding | None:
-    """The exception or the crash at the end of stderr, if this end can come of one."""
+def read_stderr(end: End, files: WorkerLogFiles) -> ExitEvidence | None:
+    """Return the exception or the crash at the end of stderr, if it can have caused this end."""
     lines = read_tail(files.stderr_path, STDERR_TAIL_BYTES_MAX, files.stderr_start_bytes).split("\n")
     match end:
         case Exited(code):
+            watchdog = find_watchdog(lines) if code == 128 + signal.SIGABRT else None
             crash = find_crash(lines) if code > 128 else None
-            return crash or find_traceback(lines)
+            return watchdog or crash or find_traceback(lines)
         case Signalled(signal.SIGINT):
             return find_traceback(lines)
+        case Signalled(signal.SIGABRT):
+            return find_watchdog(lines) or find_crash(lines)
         case Signalled(number) if number in CRASH_SIGNALS:
             return find_crash(lines)
         case _:
             return None
 
 
-def find_crash(lines: list[str]) -> Finding | None:
-    """What C++'s terminate or faulthandler said, whichever came first; the rest of stderr belongs to it."""
+def find_watchdog(lines: list[str]) -> ExitEvidence | None:
+    """Return the message of a watchdog of collectives that ended the process: that is no crash, but what a healthy rank
+    suffers when another one fails. If C++ reports an exception, only that counts: a watchdog may have written
+    before."""
+    thrown = last_index(lines, lambda line: TERMINATE.match(line) is not None)
+    first = thrown if thrown is not None else max(0, len(lines) - WATCHDOG_LINES_MAX)
+    last = thrown + 1 + WHAT_LINES_MAX if thrown is not None else len(lines)
+    written = [index for index in range(first, min(last, len(lines))) if WATCHDOG.search(lines[index])]
+    if not written:
+        return None
+    text = RANK_PREFIX.sub("", lines[written[-1]]).strip().removeprefix("what():").strip()
+    return ExitEvidence(WATCHDOG_EXCEPTION, text, "\n".join(lines[min(first, written[0]) :]))
+
+
+def find_crash(lines: list[str]) -> ExitEvidence | None:
+    """Return what C++'s terminate or faulthandler wrote, whichever came first; the rest of stderr belongs to it."""
     fatal = last_index(lines, lambda line: line.startswith(FATAL_ERROR))
     thrown = last_index(lines, lambda line: TERMINATE.match(line) is not None)
     if thrown is not None and (found := TERMINATE.match(lines[thrown])):
         what = "".join(lines[thrown + 1 : thrown + 2]).strip().removeprefix("what():").strip()
         name = (found["type"] or "").rpartition("::")[2]
-        return Finding(name, f"{found['type']}: {what}" if name else lines[thrown], "\n".join(lines[thrown:]))
+        return ExitEvidence(name, f"{found['type']}: {what}" if name else lines[thrown], "\n".join(lines[thrown:]))
     if fatal is not None:
-        return Finding("", lines[fatal], "\n".join(lines[fatal:]))
+        return ExitEvidence("", lines[fatal], "\n".join(lines[fatal:]))
     return None
 
 
-def find_traceback(lines: list[str]) -> Finding | None:
-    """The last traceback that ended something, with the chain before it."""
+def find_traceback(lines: list[str]) -> ExitEvidence | None:
+    """Return the last traceback that ended something, with the chain before it."""
     bare = [RANK_PREFIX.sub("", line) for line in lines]
     headers = [index for index, line in enumerate(bare) if is_header(bare, index, line)]
     if not headers:
@@ -233,18 +273,18 @@ def find_traceback(lines: list[str]) -> Finding | None:
     message = "\n".join(line.removeprefix("  | ") for line in bare[type_index:message_stop])
     found = TYPE_LINE.match(message.partition("\n")[0])
     start = chain_start(bare, headers)
-    return Finding(found["type"] if found else "", message, "\n".join(bare[start:stop]))
+    return ExitEvidence(found["type"] if found else "", message, "\n".join(bare[start:stop]))
 
 
 def is_header(bare: list[str], index: int, line: str) -> bool:
-    """Whether a traceback begins here; one that the interpreter ignored, as it does while it shuts down, is none."""
+    """Return whether a traceback starts here; not one that the interpreter ignored, as it does while it shuts down."""
     if not TRACEBACK_HEADER.match(line):
         return False
     return not (index and bare[index - 1].startswith("Exception ignored in"))
 
 
 def find_type_line(bare: list[str], header: int) -> int | None:
-    """The first line after the frames: not indented, or in an exception group not indented after its margin."""
+    """Return the first line after the frames: not indented, or in an exception group not indented after its margin."""
     for index in range(header + 1, len(bare)):
         line = bare[index].removeprefix("  | ")
         if line.strip() and not line.startswith(" "):
@@ -253,7 +293,7 @@ def find_type_line(bare: list[str], header: int) -> int | None:
 
 
 def find_stop(lines: list[str], bare: list[str], header: int, type_index: int) -> int:
-    """Where the traceback's text ends: at an empty line, where torch's prefix ends, or where another writes."""
+    """Return where the traceback ends: at an empty line, where torch's prefix ends, or where another writer starts."""
     has_prefix = lines[header] != bare[header]
     for index in range(type_index + 1, len(bare)):
         is_foreign = (has_prefix and lines[index] == bare[index]) or OTHER_WRITER.match(bare[index])
@@ -270,7 +310,7 @@ def find_message_stop(bare: list[str], type_index: int, stop: int) -> int:
 
 
 def chain_start(bare: list[str], headers: list[int]) -> int:
-    """Where the chain of exceptions begins that leads to the last one."""
+    """Return where the chain of exceptions starts that leads to the last one."""
     start = headers[-1]
     for header in reversed(headers[:-1]):
         between = [line for line in bare[header:start] if line.strip()]
@@ -280,12 +320,12 @@ def chain_start(bare: list[str], headers: list[int]) -> int:
     return start
 
 
-def find_syntax_error(bare: list[str]) -> Finding | None:
+def find_syntax_error(bare: list[str]) -> ExitEvidence | None:
     end = last_index(bare, lambda line: SYNTAX_ERROR.match(line) is not None)
     start = last_index(bare[:end], lambda line: line.startswith('  File "'))
     if end is None or start is None:
         return None
-    return Finding(bare[end].partition(":")[0], bare[end], "\n".join(bare[start : end + 1]))
+    return ExitEvidence(bare[end].partition(":")[0], bare[end], "\n".join(bare[start : end + 1]))
 
 
 def last_index(lines: list[str], is_wanted: Callable[[str], bool]) -> int | None:
@@ -293,7 +333,7 @@ def last_index(lines: list[str], is_wanted: Callable[[str], bool]) -> int | None
 
 
 def find_log_tail(files: WorkerLogFiles) -> tuple[str, tuple[str, ...]]:
-    """The last lines of stderr, or of stdout if that is where the script wrote; and from which file."""
+    """Return the last lines of stderr, or of stdout if the script wrote there; and the path of that file."""
     streams = ((files.stderr_path, files.stderr_start_bytes), (files.stdout_path, files.stdout_start_bytes))
     for path, start_bytes in streams:
         lines = tail_lines(path, LOG_TAIL_LINES_MAX, LOG_TAIL_BYTES_MAX, start_bytes)
@@ -303,13 +343,13 @@ def find_log_tail(files: WorkerLogFiles) -> tuple[str, tuple[str, ...]]:
 
 
 def one_line(*texts: str) -> str:
-    """The texts on one line, each within bounds."""
+    """Return the texts on one line, each shortened."""
     flat = (" ".join(clean(text).split()) for text in texts)
     return "; ".join(shorten(text, MESSAGE_CHARS_MAX, " … ") for text in flat if text)
 
 
 def shorten(text: str, chars_max: int, mark: str = "\n… cut here …\n") -> str:
-    """Head and tail of a text that is too long: where it began, and what it came to."""
+    """Return the head and the tail of a text that is too long."""
     if len(text) <= chars_max:
         return text
     head = (chars_max - len(mark)) // 2
@@ -317,5 +357,5 @@ def shorten(text: str, chars_max: int, mark: str = "\n… cut here …\n") -> st
 
 
 def clean(text: str) -> str:
-    """Without what cannot be encoded: JSON may hold half of a surrogate pair."""
+    """Return the text without what cannot be encoded: JSON may hold half of a surrogate pair."""
     return text.encode("utf-8", "replace").decode()

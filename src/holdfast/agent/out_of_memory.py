@@ -1,6 +1,6 @@
 """Did the kernel kill this process because memory ran out?
 
-The kernel tells nobody: the process gets SIGKILL, as from `kill -9`. But before that it counts, in two places:
+The kernel does not say so: the process gets SIGKILL, as from `kill -9`. But before that it counts, in two places:
 
 1. the victim's memory cgroup (`oom_kill`): precise, if the process was seen in that cgroup while it lived.
    A zombie shows "/" under cgroup v1, and a process may move after its start, hence `sample()`, about once a second;
@@ -22,9 +22,9 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.wire.cgroups import Group, counter, find_mounts, group_of, levels, limit_bytes, read
+from holdfast.util.cgroups import Group, counter, find_mounts, group_of, levels, limit_bytes, read
 
-LIVES_MAX = 4096
+WATCHED_MAX = 4096
 # A process of many gigabytes takes seconds to go after it was chosen, and samples come about once a second.
 MACHINE_SAMPLES_KEPT = 5
 
@@ -35,7 +35,7 @@ COUNTER_FILES = ("memory.events.local", "memory.events", "memory.oom_control")
 
 
 @dataclass
-class Life:
+class MemoryBaseline:
     """What the counters said when this process was first seen, less the kills already explained."""
 
     group: Group | None
@@ -45,60 +45,61 @@ class Life:
 
 
 class MemoryWatch:
-    """Evidence that the kernel OOM-killed a process."""
+    """Watches processes for evidence that the kernel OOM-killed them."""
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
         self._proc = proc
         self._kernel_log = Path("/dev/kmsg") if proc == Path("/proc") else proc / "kmsg"
         self._mounts = find_mounts(proc)
-        self._lives: dict[int, Life] = {}
+        self._watched: dict[int, MemoryBaseline] = {}
         self._machine_samples = deque([machine_kills(proc)], maxlen=MACHINE_SAMPLES_KEPT)
 
     def watch(self, pid: int) -> None:
-        """Begin with a process; call it as soon as the process exists."""
-        self._lives.pop(pid, None)
-        while len(self._lives) >= LIVES_MAX:
-            self._lives.pop(next(iter(self._lives)))
-        life = self._lives[pid] = Life(None, 0, machine_kills(self._proc))
-        self._find_group(pid, life)
+        """Start to watch a process; to be called as soon as it exists."""
+        self._watched.pop(pid, None)
+        while len(self._watched) >= WATCHED_MAX:
+            self._watched.pop(next(iter(self._watched)))
+        known = self._watched[pid] = MemoryBaseline(None, 0, machine_kills(self._proc))
+        self._find_group(pid, known)
 
     def sample(self) -> None:
-        """Look again where the processes are and how many were killed; call it about once a second."""
+        """Read again which cgroups the processes are in and how many were killed; to be called about once a second."""
         self._machine_samples.append(machine_kills(self._proc))
-        for pid, life in self._lives.items():
-            self._find_group(pid, life)
+        for pid, known in self._watched.items():
+            self._find_group(pid, known)
 
     def evidence(self, pid: int) -> str:
-        """What speaks for an OOM kill, or "". Ask only about a process that SIGKILL ended: an answer uses up a kill."""
-        life = self._lives.get(pid)
-        if life is None:
+        """Return the evidence of an OOM kill, or "". Only for a process that SIGKILL ended: an answer uses up a
+        kill."""
+        known = self._watched.get(pid)
+        if known is None:
             return ""
-        life.verdict = life.verdict or self._group_evidence(life) or self._machine_evidence(pid, life)
-        return life.verdict
+        known.verdict = known.verdict or self._group_evidence(known) or self._machine_evidence(pid, known)
+        return known.verdict
 
     def forget(self, pid: int) -> None:
-        """The process is gone and examined."""
-        self._lives.pop(pid, None)
+        """Stop watching a process that has ended and was examined."""
+        self._watched.pop(pid, None)
 
-    def _find_group(self, pid: int, life: Life) -> None:
+    def _find_group(self, pid: int, known: MemoryBaseline) -> None:
         group = group_of(pid, self._proc, self._mounts)
-        if group is None or group == life.group or (life.group and group.name == "/"):
+        if group is None or group == known.group or (known.group and group.name == "/"):
             return
         count = oom_kills(group)
         if count is not None:
-            life.group, life.group_start = group, count
+            known.group, known.group_start = group, count
 
-    def _group_evidence(self, life: Life) -> str:
-        if life.group is None:
+    def _group_evidence(self, known: MemoryBaseline) -> str:
+        if known.group is None:
             return ""
-        before, after = life.group_start, oom_kills(life.group) or 0
+        before, after = known.group_start, oom_kills(known.group) or 0
         if after <= before:
             return ""
-        self._use_up_kill(life.group)
-        return f"cgroup {life.group.name}: oom_kill {before} → {after}, {describe_limit(life.group)}"
+        self._use_up_kill(known.group)
+        return f"cgroup {known.group.name}: oom_kill {before} → {after}, {describe_limit(known.group)}"
 
-    def _machine_evidence(self, pid: int, life: Life) -> str:
-        before, after = max(self._machine_samples[0], life.machine_start), machine_kills(self._proc)
+    def _machine_evidence(self, pid: int, known: MemoryBaseline) -> str:
+        before, after = max(self._machine_samples[0], known.machine_start), machine_kills(self._proc)
         if after <= before:
             return ""
         victims = logged_victims(self._kernel_log)
@@ -109,14 +110,14 @@ class MemoryWatch:
 
     def _use_up_kill(self, group: Group | None) -> None:
         self._machine_samples = deque([count + 1 for count in self._machine_samples], MACHINE_SAMPLES_KEPT)
-        for life in self._lives.values():
-            life.machine_start += 1
-            if group is not None and life.group == group:
-                life.group_start += 1
+        for known in self._watched.values():
+            known.machine_start += 1
+            if group is not None and known.group == group:
+                known.group_start += 1
 
 
 def logged_victims(kernel_log: Path) -> set[int]:
-    """Processes that the kernel's log names as killed for memory; empty where it cannot be read or has none."""
+    """Return the processes that the kernel's log names as killed for memory; empty where it cannot be read."""
     try:
         log = os.open(kernel_log, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -127,23 +128,23 @@ def logged_victims(kernel_log: Path) -> set[int]:
 
 
 def next_record(records: io.FileIO) -> bytes:
-    """One record of the kernel's log; nothing at its end."""
+    """Return the next record of the kernel's log; nothing at its end."""
     while True:
         try:
             return records.read(KERNEL_LOG_RECORD_BYTES) or b""
         except BrokenPipeError:
-            continue  # overwritten meanwhile: the next one is there
+            continue  # it was overwritten: the next one is there
         except OSError:
             return b""
 
 
 def machine_kills(proc: Path) -> int:
-    """How many processes the kernel has OOM-killed since the machine started."""
+    """Return how many processes the kernel has OOM-killed since the machine started."""
     return counter(read(proc / "vmstat"), "oom_kill") or 0
 
 
 def oom_kills(group: Group) -> int | None:
-    """How many processes of this very cgroup were OOM-killed; None if this kernel does not say."""
+    """Return how many processes of this very cgroup were OOM-killed; None if this kernel does not count them."""
     for file in COUNTER_FILES:
         count = counter(read(group.directory / file), "oom_kill")
         if count is not None:
@@ -152,7 +153,7 @@ def oom_kills(group: Group) -> int | None:
 
 
 def describe_limit(group: Group) -> str:
-    """The lowest limit on the way up: it is the one that was hit, whichever level set it."""
+    """Return the lowest limit of the cgroup and those above it: it is the one that was hit."""
     limits = [found for directory in levels(group) if (found := limit_bytes(directory)) is not None]
     if not limits:
         return "no limit: the machine ran out of memory"

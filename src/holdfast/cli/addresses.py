@@ -1,4 +1,4 @@
-"""Which addresses are this machine's, and by which one other nodes reach it."""
+"""Network addresses: which are this machine's, and which one other nodes reach it by."""
 
 from __future__ import annotations
 
@@ -9,20 +9,29 @@ from holdfast.errors import UsageError, WireError
 
 
 def resolve(host: str) -> str:
-    """A host's numeric address."""
+    """Return a host's numeric address."""
     try:
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
         raise UsageError(f"the address {host} cannot be resolved ({error.strerror}): check --rdzv-endpoint") from error
 
 
+def resolve_all(host: str) -> tuple[str, ...]:
+    """Return all numeric addresses of a host."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return ()
+    return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
 def is_loopback(host: str) -> bool:
-    """Whether it can be reached from this machine only."""
+    """Return whether the host can be reached from this machine only."""
     return ipaddress.ip_address(resolve(host).partition("%")[0]).is_loopback
 
 
 def is_local(host: str) -> bool:
-    """Whether this machine can listen there."""
+    """Return whether this machine can listen on that host's address."""
     address = resolve(host)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -34,17 +43,19 @@ def is_local(host: str) -> bool:
 
 
 def primary_address() -> str:
-    """The address by which this machine speaks to others."""
+    """Return the address from which this machine connects to others."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # an address of documents: nothing is sent, the route alone is asked for
+            probe.connect(
+                ("192.0.2.1", 9)
+            )  # an address reserved for documentation: nothing is sent, only the route is looked up
         except OSError:
             return "127.0.0.1"
         return str(probe.getsockname()[0])
 
 
 def is_name(host: str) -> bool:
-    """A name that others resolve for themselves, and not `localhost` or a number."""
+    """Return whether the host is a name that other machines can resolve, and not `localhost` or a number."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -53,7 +64,7 @@ def is_name(host: str) -> bool:
 
 
 def check_free(host: str, port: int) -> None:
-    """Raises WireError if somebody listens there already."""
+    """Raise WireError if another process listens there already."""
     address = resolve(host)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -66,7 +77,7 @@ def check_free(host: str, port: int) -> None:
 
 
 def own_address(master_host: str) -> str:
-    """The address from which this machine speaks to the master, and so the one other nodes reach it by."""
+    """Return the address from which this machine connects to the master, and so the one other nodes reach it by."""
     address = resolve(master_host)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

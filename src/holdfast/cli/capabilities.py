@@ -1,5 +1,5 @@
-"""What a job may do about faults and what it has to do it with: said at start in one line, and refused at start where
-a part of it cannot work on this machine."""
+"""The means of recovery of a job: logged at start in one line, and refused at start if one of them cannot work on this
+machine."""
 
 from __future__ import annotations
 
@@ -7,28 +7,29 @@ import os
 from pathlib import Path
 
 from holdfast.cli.run_flags import RunOptions
-from holdfast.core.ladder import LADDER, Strategy
+from holdfast.core.strategies import LADDER, Strategy
+from holdfast.core.wording import counted
 from holdfast.errors import UsageError
-from holdfast.storage.stores import is_remote
-from holdfast.wire.session import Snapshots
+from holdfast.storage.stores import check_url, is_remote
+from holdfast.wire.worker_messages import SnapshotSettings
 
-JOB_ID_MARK = "{job_id}"
-"""Stands for the job's id in --checkpoint-dir: only the master knows the id of a job that was given none."""
+JOB_ID_PLACEHOLDER = "{job_id}"
+"""The placeholder of the job's id in --checkpoint-dir: only the master knows the id of a job without --rdzv-id."""
 
 
 def checkpoint_dir(options: RunOptions, job_id: str) -> str:
-    """An absolute path. The mark stays in it while the id is not known here: the agent replaces it by what the master
-    says."""
-    chosen = options.checkpoint_dir or str(Path(options.state_dir) / "jobs" / JOB_ID_MARK / "checkpoints")
+    """Return an absolute path or a URL. While the job's id is unknown, its placeholder stays; the agent replaces it."""
+    chosen = options.checkpoint_dir or str(Path(options.state_dir) / "jobs" / JOB_ID_PLACEHOLDER / "checkpoints")
     path = chosen if is_remote(chosen) else str(Path(chosen.removeprefix("file://")).absolute())
-    return path.replace(JOB_ID_MARK, job_id.replace("/", "_")) if job_id else path
+    return path.replace(JOB_ID_PLACEHOLDER, job_id.replace("/", "_")) if job_id else path
 
 
 def check_checkpoint_dir(options: RunOptions, directory: str) -> None:
-    """UsageError if a checkpoint is asked for in so many words and cannot be written. Nothing is made yet: most jobs
-    never need it."""
-    in_so_many_words = options.checkpoint_dir is not None or options.recovery != LADDER
-    if Strategy.DUMP not in options.recovery or not in_so_many_words:
+    """Raise UsageError if the flags ask for checkpoints that cannot be written. The directory is not created yet: most
+    jobs never need it."""
+    check_url(directory)
+    is_asked_for = options.checkpoint_dir is not None or options.recovery != LADDER
+    if Strategy.DUMP not in options.recovery or not is_asked_for:
         return
     if obstacle := _obstacle(directory):
         raise UsageError(
@@ -38,11 +39,11 @@ def check_checkpoint_dir(options: RunOptions, directory: str) -> None:
 
 
 def capabilities(options: RunOptions, directory: str) -> str:
-    """The line."""
+    """Return the line."""
     rungs = "; ".join(_rung(rung, options, directory) for rung in options.recovery)
     return (
-        f"recovery: {rungs}. {_count(options.replicas, 'copy', 'copies')} of each shard, snapshots"
-        f" {_snapshots(options)}, hangs are noticed {_hang_limit(options)}. Scripts that do not call hf.init() get"
+        f"recovery: {rungs}. {_copies(options.replicas)} of each shard, snapshots"
+        f" {_snapshots(options)}, hangs are detected {_hang_limit(options)}. Scripts that do not call hf.init() get"
         f" restarts only (--max-restarts {options.max_restarts})"
     )
 
@@ -50,11 +51,11 @@ def capabilities(options: RunOptions, directory: str) -> str:
 def _rung(rung: Strategy, options: RunOptions, directory: str) -> str:
     match rung:
         case Strategy.RECOVER:
-            spare_workers = _count(options.spares, "spare", "spares")
-            spare_nodes = _count(options.spare_nodes, "spare node", "spare nodes")
+            spare_workers = counted(options.spares, "spare")
+            spare_nodes = counted(options.spare_nodes, "spare node")
             return f"{rung} ({spare_workers} per node, {spare_nodes})"
         case Strategy.ELASTIC_TRAINING:
-            return f"{rung} ({_count(options.nnodes_min, 'node', 'nodes')} at least)"
+            return f"{rung} ({counted(options.nnodes_min, 'node')} at least)"
         case Strategy.DUMP:
             obstacle = _obstacle(directory)
             return f"{rung} (impossible: {directory}: {obstacle})" if obstacle else f"{rung} (to {directory})"
@@ -63,14 +64,14 @@ def _rung(rung: Strategy, options: RunOptions, directory: str) -> str:
 
 
 CHECKPOINT_EVERY_S = 600.0
-"""Where a directory is given and nothing else is said: often enough to lose little, seldom enough to cost nothing."""
+"""The default interval if --checkpoint-dir is given: short enough to lose little, long enough to cost nothing."""
 
 
-def snapshot_settings(options: RunOptions) -> Snapshots:
-    """What workers are told of it."""
+def snapshot_settings(options: RunOptions) -> SnapshotSettings:
+    """Return the settings of snapshots and checkpoints that workers get."""
     given = options.checkpoint_dir is not None
     steps, time_s = options.checkpoint_every or (0, CHECKPOINT_EVERY_S if given else 0.0)
-    return Snapshots(
+    return SnapshotSettings(
         every=options.snapshots,
         checkpoint_every_steps=steps,
         checkpoint_every_s=time_s,
@@ -92,12 +93,12 @@ def _hang_limit(options: RunOptions) -> str:
     return f"after {options.hang_timeout_s:g} s" if options.hang_timeout_s else "never"
 
 
-def _count(number: int, one: str, more: str) -> str:
-    return f"{number} {one if number == 1 else more}"
+def _copies(number: int) -> str:
+    return f"{number} {'copy' if number == 1 else 'copies'}"
 
 
 def _obstacle(directory: str) -> str:
-    """Why nothing can be written there; empty if something can, as far as looking tells."""
+    """Return why the directory cannot be written, as far as that can be seen without writing; else an empty text."""
     if is_remote(directory):
         return ""
     path = Path(directory)

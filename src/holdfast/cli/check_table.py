@@ -6,42 +6,41 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from holdfast.cli.terminal import make_table
 from holdfast.core.health.findings import ALONE, PAIRED, Measured, NodeVerdict, Stage
 from holdfast.core.health.verdicts import milliseconds
-from holdfast.core.records import NodesChecked
+from holdfast.core.records import CheckConcluded
 from holdfast.core.sentences import link_sentence
-from holdfast.observe.words import moment, plain
+from holdfast.observe.formatting import format_time, printable
 
 STYLES = {"fit": "green", "slow": "yellow", "unfit": "red"}
 NODES_SHOWN_MAX = 100
 
 
-def check_table(record: NodesChecked) -> list[RenderableType]:
-    """A line above, the table, and a line for each bad link and each node that is not fit."""
-    head = f"check of {moment(record.at)} ({plain(record.why)}): {record.took_s:.1f} s, {plain(record.accelerator)}"
+def check_table(record: CheckConcluded) -> list[RenderableType]:
+    """Return a head line, the table, and a line for each bad link and each node that is not fit."""
+    head = printable(f"check of {format_time(record.at)} ({record.why}): {record.took_s:.1f} s, {record.accelerator}")
     bad = [verdict for verdict in record.nodes if verdict.fitness != "fit"]
-    lines = [Text(plain(f"  {v.node_id}: {v.why}"), style=STYLES[v.fitness]) for v in bad]
-    lines += [Text(plain(f"  {link_sentence(link)}"), style="yellow") for link in record.links]
+    lines = [Text(printable(f"  {v.node_id}: {v.why}"), style=STYLES[v.fitness]) for v in bad]
+    lines += [Text(printable(f"  {link_sentence(link)}"), style="yellow") for link in record.links]
     return [Text(head), _table(record), *lines]
 
 
-def _table(record: NodesChecked) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for column in ("node", "verdict", *ALONE, *PAIRED):
-        table.add_column(column)
+def _table(record: CheckConcluded) -> Table:
+    table = make_table("node", "verdict", *ALONE, *PAIRED)
     expected = _expected(record)
     table.add_row("expected", "", *(expected.get(stage, "-") for stage in (*ALONE, *PAIRED)), style="dim")
     worst_first = sorted(record.nodes, key=lambda verdict: verdict.fitness == "fit")
     for verdict in worst_first[:NODES_SHOWN_MAX]:
         cells = (_cell(verdict, stage, expected.get(stage, "-")) for stage in (*ALONE, *PAIRED))
-        table.add_row(plain(verdict.node_id), _verdict(verdict), *cells)
+        table.add_row(printable(verdict.node_id), _verdict(verdict), *cells)
     if len(record.nodes) > NODES_SHOWN_MAX:
         table.add_row(f"and {len(record.nodes) - NODES_SHOWN_MAX} more")
     return table
 
 
-def _expected(record: NodesChecked) -> dict[Stage, str]:
-    """In the first try of all. Later tries are compared with each other."""
+def _expected(record: CheckConcluded) -> dict[Stage, str]:
+    """Return the expected times of the first round. Later rounds are compared with each other."""
     return {norm.stage: milliseconds(norm.expected_s) for norm in record.norms}
 
 
@@ -59,6 +58,6 @@ def _cell(verdict: NodeVerdict, stage: Stage, expected: str) -> Text:
 
 
 def _value(value: Measured, expected: str) -> str:
-    """With what it was compared with, where that is not what the head of the table says."""
+    """Return a measured time, with the expected one if that is not the one in the head of the table."""
     norm = milliseconds(value.expected_s)
     return f"{milliseconds(value.value_s)} ({value.times:.2f}×{'' if expected in (norm, '-') else f' {norm}'})"

@@ -1,4 +1,4 @@
-"""Checkpoints for people and for programs: tables, texts, JSON rows, the progress of reading."""
+"""Checkpoints as tables and text for people and as rows for programs; the progress of reading them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
-from holdfast.observe.words import moment, plain
-from holdfast.storage.catalogue import Found, Listing
-from holdfast.storage.pruning import Pruned
-from holdfast.storage.shelves import Unfinished
+from holdfast.observe.formatting import format_size, format_time, printable
+from holdfast.storage.checkpoint_catalogue import CheckpointListing, FoundCheckpoint
+from holdfast.storage.prune import PruneResult
+from holdfast.storage.publish import UnfinishedAttempt
 from holdfast.storage.stores import Progress as OnProgress
 
 PARTS_SHOWN_MAX = 16
@@ -40,7 +40,7 @@ class CheckpointRow(msgspec.Struct, frozen=True, kw_only=True):
     tags: tuple[str, ...]
 
     @staticmethod
-    def of(found: Found) -> CheckpointRow:
+    def of(found: FoundCheckpoint) -> CheckpointRow:
         about = found.about
         return CheckpointRow(
             step=found.step,
@@ -59,15 +59,15 @@ class CheckpointRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DamagedRow(msgspec.Struct, frozen=True):
-    """One that cannot be used."""
+    """A checkpoint that cannot be used."""
 
     step: int
     folder: str
     why: str
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What `verify` says of one checkpoint."""
+class VerifyVerdict(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of `verify` for one checkpoint."""
 
     step: int
     sound: bool
@@ -77,21 +77,21 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def text(self) -> str:
         if self.sound:
-            return f"step {self.step}: sound, {bytes_text(self.size_bytes)} read"
+            return f"step {self.step}: sound, {format_size(self.size_bytes)} read"
         return "\n".join([f"step {self.step}: DAMAGED", *(f"  {line}" for line in self.damage)])
 
 
 class PruneReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What `prune` did, or would do."""
+    """The result of `prune`, or of its dry run."""
 
     dry_run: bool
     removed: list[int]
     kept: dict[int, str]
     damaged: dict[int, str]
-    swept: list[Unfinished]
+    swept: list[UnfinishedAttempt]
 
     @staticmethod
-    def of(done: Pruned, dry_run: bool) -> PruneReport:
+    def of(done: PruneResult, dry_run: bool) -> PruneReport:
         kept = dict(sorted(done.kept.items(), reverse=True))
         return PruneReport(dry_run=dry_run, removed=done.removed, kept=kept, damaged=done.damaged, swept=done.swept)
 
@@ -100,13 +100,13 @@ class PruneReport(msgspec.Struct, frozen=True, kw_only=True):
         yield from (f"left step {step}, which is damaged: {why}" for step, why in self.damaged.items())
         verb = "would remove" if self.dry_run else "removed"
         yield from (f"{verb} step {step}" for step in self.removed)
-        yield from (f"removed what was left of an attempt at step {left.step}" for left in self.swept)
+        yield from (f"removed the files of an unfinished checkpoint of step {left.step}" for left in self.swept)
         if not self.removed:
             yield "nothing to remove"
 
 
-def listing_table(listing: Listing) -> RenderableType:
-    """All checkpoints, then what is none."""
+def listing_table(listing: CheckpointListing) -> RenderableType:
+    """Return a table of all checkpoints, then lines about damaged and unfinished ones."""
     if not listing.found and not listing.damaged and not listing.unfinished:
         return Text("no checkpoints")
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -118,19 +118,19 @@ def listing_table(listing: Listing) -> RenderableType:
         table.add_row(*_cells(found))
     lines = [f"step {item.step} is DAMAGED: {item.why}" for item in listing.damaged]
     lines += [_unfinished(item) for item in listing.unfinished]
-    return Group(table, *(Text(plain(line)) for line in lines))
+    return Group(table, *(Text(printable(line)) for line in lines))
 
 
-def manifest_text(found: Found) -> RenderableType:
-    """A checkpoint on one page."""
+def manifest_text(found: FoundCheckpoint) -> RenderableType:
+    """Return a checkpoint on one page."""
     about = found.about
     rows: list[tuple[str, Any]] = [
         ("checkpoint", found.url),
         ("step", found.step),
-        ("created", moment(about.created_unix_s)),
+        ("created", format_time(about.created_unix_s)),
         ("job", f"{about.job_id or '-'}, view {about.view}, seed {about.seed}"),
         ("world", f"{about.world_size} ranks: {about.shards} shards × {about.shares} shares"),
-        ("size", f"{bytes_text(found.size_bytes)} in {about.parts} parts"),
+        ("size", f"{format_size(found.size_bytes)} in {about.parts} parts"),
         ("written by", ", ".join(f"{name} {version}" for name, version in about.versions.items()) or "-"),
         ("metrics", _metrics(about.metrics) or "-"),
         ("pinned as", ", ".join(found.tags) or "-"),
@@ -138,20 +138,20 @@ def manifest_text(found: Found) -> RenderableType:
     rows += [(f"note {name}", _short(value)) for name, value in about.notes.items()]
     grid = Table(box=None, show_header=False, pad_edge=False)
     for name, value in rows:
-        grid.add_row(Text(plain(name)), Text(plain(str(value))))
+        grid.add_row(Text(printable(name)), Text(printable(str(value))))
     parts = Table(box=None, pad_edge=False, header_style="bold")
     parts.add_column("PART", justify="right")
     parts.add_column("FILE")
     parts.add_column("SIZE", justify="right")
     for part in found.manifest.parts[:PARTS_SHOWN_MAX]:
-        parts.add_row(str(part.number), Text(plain(part.file)), bytes_text(part.size_bytes))
+        parts.add_row(str(part.number), Text(printable(part.file)), format_size(part.size_bytes))
     more = len(found.manifest.parts) - PARTS_SHOWN_MAX
     return Group(grid, Text(""), parts, *([Text(f"and {more} more")] if more > 0 else []))
 
 
 @contextmanager
-def verifying(found: Found) -> Iterator[OnProgress | None]:
-    """Show how far reading has come, where somebody can see it."""
+def verifying(found: FoundCheckpoint) -> Iterator[OnProgress | None]:
+    """Show the progress of reading, if stderr is a terminal."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -161,33 +161,27 @@ def verifying(found: Found) -> Iterator[OnProgress | None]:
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
-def bytes_text(size: int) -> str:
-    """In the unit people would use."""
-    amount = float(size)
-    for unit in ("B", "kB", "MB", "GB"):
-        if amount < 1000:
-            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
-        amount /= 1000
-    return f"{amount:.1f} TB"
-
-
-def _cells(found: Found) -> tuple[Text, ...]:
+def _cells(found: FoundCheckpoint) -> tuple[Text, ...]:
     about = found.about
     world = f"{about.world_size} = {about.shards} × {about.shares}"
-    created = moment(about.created_unix_s)[:19]
-    words = (str(found.step), created, bytes_text(found.size_bytes), str(about.parts), world, str(about.view))
-    return tuple(Text(plain(word)) for word in (*words, about.job_id, _metrics(about.metrics), ", ".join(found.tags)))
+    created = format_time(about.created_unix_s)[:19]
+    words = (str(found.step), created, format_size(found.size_bytes), str(about.parts), world, str(about.view))
+    return tuple(
+        Text(printable(word)) for word in (*words, about.job_id, _metrics(about.metrics), ", ".join(found.tags))
+    )
 
 
 def _metrics(metrics: dict[str, float | None]) -> str:
     return ", ".join(f"{name} {'?' if value is None else format(value, 'g')}" for name, value in metrics.items())
 
 
-def _unfinished(item: Unfinished) -> str:
+def _unfinished(item: UnfinishedAttempt) -> str:
     if item.is_removal:
-        return f"step {item.step}: its removal was broken off, {bytes_text(item.size_bytes)} are left in {item.folder}"
-    since = moment(item.modified_unix_s)[:19] if item.modified_unix_s < 1e12 else "an unknown time"
-    return f"step {item.step} is unfinished: {bytes_text(item.size_bytes)} in {item.folder}, unchanged since {since}"
+        return (
+            f"step {item.step}: its removal was interrupted, {format_size(item.size_bytes)} are left in {item.folder}"
+        )
+    since = format_time(item.modified_unix_s)[:19] if item.modified_unix_s < 1e12 else "an unknown time"
+    return f"step {item.step} is unfinished: {format_size(item.size_bytes)} in {item.folder}, unchanged since {since}"
 
 
 def _short(value: Any) -> str:

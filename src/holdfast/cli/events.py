@@ -1,37 +1,25 @@
-"""`holdfast events`: a job's journal, one line an event."""
+"""`holdfast events`: a job's journal, one line per event."""
 
 from __future__ import annotations
 
 from contextlib import aclosing
-from typing import Annotated
+from typing import Annotated, get_args
 
 import msgspec
 import typer
 from rich.text import Text
 
-from holdfast.cli.status import (
-    STATE_DIR_DEFAULT,
-    Endpoint,
-    Format,
-    JobName,
-    Output,
-    Screen,
-    StateDir,
-    TlsCa,
-    TlsCert,
-    TlsKey,
-    TokenFile,
-    open_source,
-    work,
-)
+from holdfast.cli.options import Follow, Format, JobTarget, Output, job_command
+from holdfast.cli.run_flag_values import COUNT_MAX
+from holdfast.cli.terminal import Screen, run_to_end
 from holdfast.core.records import DurableRecord
 from holdfast.core.sentences import sentence
-from holdfast.journal import Entry
-from holdfast.observe.source import Source, follow, read
-from holdfast.observe.words import moment, plain
+from holdfast.journal import JournalEntry
+from holdfast.observe.formatting import format_time, printable
+from holdfast.observe.source import JobSource, follow, read
 
 STYLES = {
-    "worker-lost": "red",
+    "worker-failed": "red",
     "node-lost": "red",
     "node-suspected": "yellow",
     "incident-opened": "yellow",
@@ -39,6 +27,8 @@ STYLES = {
     "incident-closed": "green",
     "job-finished": "bold",
 }
+KIND_WIDTH = max(len(str(record.__struct_config__.tag)) for record in get_args(DurableRecord))
+"""Of the column with the kinds of events, so that the sentences begin below one another."""
 
 
 class EventLine(msgspec.Struct, frozen=True):
@@ -52,38 +42,35 @@ class EventLine(msgspec.Struct, frozen=True):
 
 
 def register(app: typer.Typer) -> None:
-    """Make it a command of the program."""
+    """Add the command to the program."""
     app.command()(events)
 
 
+@job_command()
 def events(
-    job: JobName = None,
-    follow_on: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the job is over.")] = False,
+    target: JobTarget,
+    follow_on: Follow = False,
     output: Output = Format.TEXT,
-    after: Annotated[int, typer.Option(metavar="SEQ", min=0, help="Only events after this number.")] = 0,
-    state_dir: StateDir = STATE_DIR_DEFAULT,
-    endpoint: Endpoint = None,
-    token_file: TokenFile = None,
-    tls_cert: TlsCert = "",
-    tls_key: TlsKey = "",
-    tls_ca: TlsCa = "",
+    after: Annotated[
+        int, typer.Option(metavar="SEQ", min=0, max=COUNT_MAX, help="Show only events after this number.")
+    ] = 0,
 ) -> None:
     """List what happened in a job and what was decided, in order."""
-    source = open_source(job, state_dir, endpoint, token_file, (tls_cert, tls_key, tls_ca))
-    work(_follow(source, output, after) if follow_on else _list(source, output, after))
+    source = target.open_source()
+    run_to_end(_follow(source, output, after) if follow_on else _list(source, output, after))
 
 
-async def _list(source: Source, output: Format, after: int) -> None:
+async def _list(source: JobSource, output: Format, after: int) -> None:
     _print(await read(source), output, after)
 
 
-async def _follow(source: Source, output: Format, after: int) -> None:
+async def _follow(source: JobSource, output: Format, after: int) -> None:
     async with aclosing(follow(source)) as pages:
         async for page in pages:
             _print(page, output, after)
 
 
-def _print(page: list[Entry], output: Format, after: int) -> None:
+def _print(page: list[JournalEntry], output: Format, after: int) -> None:
     screen = Screen()
     for entry in page:
         if entry.seq <= after:
@@ -94,13 +81,13 @@ def _print(page: list[Entry], output: Format, after: int) -> None:
             screen.print(_text(_line(entry)), soft_wrap=True)
 
 
-def _line(entry: Entry) -> EventLine:
+def _line(entry: JournalEntry) -> EventLine:
     record = entry.record
     return EventLine(entry.seq, record.at, str(record.__struct_config__.tag), sentence(record), record)
 
 
 def _text(line: EventLine) -> Text:
-    text = Text(f"{moment(line.at)}  ", style="dim")
-    text.append(f"{line.seq:>5}  {line.kind:<16}  ", style=f"not dim {STYLES.get(line.kind, '')}")
-    text.append(plain(line.sentence), style="not dim")
+    text = Text(f"{format_time(line.at)}  ", style="dim")
+    text.append(f"{line.seq:>5}  {line.kind:<{KIND_WIDTH}}  ", style=f"not dim {STYLES.get(line.kind, '')}")
+    text.append(printable(line.sentence), style="not dim")
     return text

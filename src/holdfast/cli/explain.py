@@ -1,104 +1,112 @@
-"""`holdfast explain`: what happened in an incident, the root cause first, and why it was dealt with as it was."""
+"""`holdfast explain`: what happened in an incident, the root cause first, and what was decided and why."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.text import Text
 
-from holdfast.cli import exit_codes
-from holdfast.cli.status import (
-    STATE_DIR_DEFAULT,
-    Endpoint,
-    Format,
-    Output,
-    Screen,
-    StateDir,
-    TlsCa,
-    TlsCert,
-    TlsKey,
-    TokenFile,
-    open_source,
-    work,
+from holdfast.cli.options import Format, JobTarget, Output, job_command
+from holdfast.cli.run_flag_values import COUNT_MAX
+from holdfast.cli.terminal import Screen, print_json, refuse, run_to_end
+from holdfast.core.faults.fault_types import describe_fault
+from holdfast.core.sentences import repeated_sentence
+from holdfast.core.stacks import ranks_text
+from holdfast.core.wording import counted
+from holdfast.errors import HoldfastError
+from holdfast.observe.formatting import format_time, printable
+from holdfast.observe.incident_report import (
+    Explanation,
+    explain,
+    incident_numbers,
+    is_before_first_step,
+    is_closed,
+    is_running,
 )
-from holdfast.core.diagnosis import ranks_text
-from holdfast.core.fault_types import describe_fault
-from holdfast.observe.explain import Explanation, explain, incident_numbers
-from holdfast.observe.source import Source, read
-from holdfast.observe.words import moment, plain
+from holdfast.observe.source import read
 
 PROGRESS_LINES_MAX = 32
 
 
 def register(app: typer.Typer) -> None:
-    """Make it a command of the program."""
+    """Add the command to the program."""
     app.command("explain")(explain_incident)
 
 
+@job_command(job="option")
 def explain_incident(
+    target: JobTarget,
     incident: Annotated[
-        int | None, typer.Argument(metavar="INCIDENT", help="Its number; the last one if not given.", min=1)
-    ] = None,
-    job: Annotated[
-        str | None,
-        typer.Option("--job", metavar="JOB", help="Id of the job or the beginning of it; the newest one if not given."),
+        int | None,
+        typer.Argument(
+            metavar="INCIDENT", help="Number of the incident; the last one if not given.", min=1, max=COUNT_MAX
+        ),
     ] = None,
     output: Output = Format.TEXT,
-    state_dir: StateDir = STATE_DIR_DEFAULT,
-    endpoint: Endpoint = None,
-    token_file: TokenFile = None,
-    tls_cert: TlsCert = "",
-    tls_key: TlsKey = "",
-    tls_ca: TlsCa = "",
 ) -> None:
     """Explain an incident: its root cause, what each rank was doing, what was decided and why."""
-    source = open_source(job, state_dir, endpoint, token_file, (tls_cert, tls_key, tls_ca))
-    work(_explain(source, incident, output))
+    run_to_end(_explain(target, incident, output))
 
 
-async def _explain(source: Source, number: int | None, output: Format) -> None:
-    entries = await read(source)
+async def _explain(target: JobTarget, number: int | None, output: Format) -> None:
+    entries = await read(target.open_source())
     known = incident_numbers(entries)
     if not known and number is None:
-        print("null" if output is Format.JSON else "nothing has gone wrong in this job")
+        print("null" if output is Format.JSON else "this job has had no incidents")
+        if output is Format.TEXT and is_before_first_step(entries):
+            await _show_live_stacks(target, "it has not made a step yet; what its ranks are doing now:")
         return
     if number is not None and number not in known:
         there_are = f"there are 1 to {known[-1]}" if known else "there are none"
-        print(f"holdfast: there is no incident {number} in this job: {there_are}", file=sys.stderr)
-        raise typer.Exit(exit_codes.WORKER_FAILED)
+        refuse(f"there is no incident {number} in this job: {there_are}")
     found = explain(entries, known[-1] if number is None else number)
     if output is Format.JSON:
-        print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
+        print_json(found)
         return
     screen = Screen()
     for line in lines(found):
-        screen.print(Text(plain(line)), soft_wrap=True)
+        screen.print(Text(printable(line)), soft_wrap=True)
+    if found.number == known[-1] and not found.stacks and is_running(entries) and not is_closed(entries, found.number):
+        await _show_live_stacks(target, "what the ranks are doing now:")
+
+
+async def _show_live_stacks(target: JobTarget, heading: str) -> None:
+    """Show what all ranks are doing, if the job's master answers: an explanation does not depend on it."""
+    from holdfast.cli.ask_master import master_of
+    from holdfast.cli.job_stacks import live_stacks, stack_lines
+
+    screen = Screen()
+    try:
+        found = await live_stacks(master_of(target))
+    except HoldfastError as error:
+        screen.print(Text(printable(f"what its ranks are doing is not known: {error}")), soft_wrap=True)
+        return
+    for line in ["", heading, *stack_lines(found), *([found.problem] if found.problem else [])]:
+        screen.print(Text(printable(line)), soft_wrap=True)
 
 
 def lines(found: Explanation) -> Iterator[str]:
-    """The report for a person."""
+    """Yield the lines of the report."""
     yield f"job {found.job_id}, incident {found.number}"
     yield f"root cause: {found.cause}"
     if found.fault:
         yield f"  fault: {describe_fault(found.fault)}"
-    yield from _root(found) if found.root else _hung(found)
+    yield from _root(found) if found.root else _suspects(found)
     if found.others or found.collateral:
         yield ""
-        yield f"also: {found.collateral} collateral" if not found.others else "also:"
+        yield f"also: {counted(found.collateral, 'collateral failure')}" if not found.others else "also:"
         yield from (f"  {other}" for other in found.others)
         if found.others and found.collateral:
-            yield f"  and {found.collateral} that are echoes of others"
+            yield f"  and {counted(found.collateral, 'collateral failure')}"
     if found.nodes:
         yield ""
         yield "nodes:"
         yield from (f"  {note.node_id}: {note.text}" for note in found.nodes)
-    if found.kept:
+    if found.durability:
         yield ""
-        yield f"kept of the state: {found.kept}"
+        yield f"state that was safe: {found.durability}"
     yield from _progress(found)
     for group in found.stacks:
         yield ""
@@ -107,18 +115,21 @@ def lines(found: Explanation) -> Iterator[str]:
     yield ""
     yield "decided:"
     for decision in found.decisions:
-        counted = ", uses up a restart" if decision.counted else ""
-        yield f"  {moment(decision.at)}  {decision.strategy.value}{counted}: {decision.why}"
+        cost = ", uses up a restart" if decision.counted else ""
+        why = f": {decision.why}" if decision.why else ""
+        yield f"  {format_time(decision.at)}  {decision.strategy.value}{cost}{why}"
         if decision.reload >= 0:
             yield f"    all workers start from step {decision.reload} in the nodes' memory, or a later one"
     if not found.decisions:
         yield "  nothing yet"
     yield f"outcome: {found.outcome}"
+    if found.repeats:
+        yield f"lost: {repeated_sentence(found.repeats)}"
     yield ""
     yield "timeline:"
-    yield from (f"  {moment(one.at)}  {one.seq:>5}  {one.sentence}" for one in found.timeline)
-    if found.timeline_left_out:
-        yield f"  and {found.timeline_left_out} more: `holdfast events` has them"
+    yield from (f"  {format_time(one.at)}  {one.seq:>5}  {one.sentence}" for one in found.timeline)
+    if found.timeline_omitted:
+        yield f"  and {found.timeline_omitted} more: `holdfast events` has them"
 
 
 def _root(found: Explanation) -> Iterator[str]:
@@ -137,8 +148,8 @@ def _root(found: Explanation) -> Iterator[str]:
         yield from (f"    {line}" for line in root.log_tail)
 
 
-def _hung(found: Explanation) -> Iterator[str]:
-    for one in found.hung:
+def _suspects(found: Explanation) -> Iterator[str]:
+    for one in found.suspects:
         yield f"  rank {one.rank} (local {one.local_rank}) on {one.node_id} has come least far"
         if one.log_file:
             yield f"  log: {one.log_file}"
@@ -153,9 +164,9 @@ def _progress(found: Explanation) -> Iterator[str]:
     yield ""
     yield "how far each rank had come:"
     for one in found.progress[:PROGRESS_LINES_MAX]:
-        waits = "waits for others" if one.is_waiting else "does not wait for others"
+        waits = "asleep" if one.is_asleep else "in a collective" if one.is_waiting else "not in a collective"
         mark = "  ← least far" if one.is_suspect else ""
-        where = f"step {one.step}, {one.phase}, {one.collectives} collectives, {waits}"
+        where = f"step {one.step}, {one.phase}, {counted(one.collectives, 'collective')}, {waits}"
         yield f"  rank {one.rank} on {one.node_id}: {where}{mark}"
     if len(found.progress) > PROGRESS_LINES_MAX:
         yield f"  and {len(found.progress) - PROGRESS_LINES_MAX} more: -o json has them"

@@ -1,18 +1,17 @@
 """The parser of `holdfast run`: torchrun's command line, with sentences for errors.
 
-argparse alone does not do, in three points. It looks for flags among the script's own arguments, and so
-refuses `train.py --log x` because --log might be short for --log-dir or --logs-specs. It takes --nproc for
+argparse alone is not enough, for three reasons. It looks for flags among the script's own arguments, and so
+refuses `train.py --log x` because --log might be short for --log-dir or --logs-specs. It calls --nproc
 ambiguous because --nproc-per-node and --nproc_per_node both begin with it. And it answers a mistake with
-a page of usage. So the words are read here first, up to the script, and argparse is handed a command line
-that leaves no questions:
+a page of usage. So the words are read here first, up to the script, and argparse gets an unambiguous command line:
 
     words, environment  ->  --flag=value for each variable that no flag overrules,
                             --flag=value for each flag, spelled out,
                             --, the script and its arguments
 
-That the environment is nothing but more command line has a merit of its own: its values meet the same
-checks. The namespace gets one name more than the flags, `given`: for each flag that was given, the words
-or the variable that gave it, for messages to quote.
+Values from the environment pass the same checks, because they become part of the command line. The namespace gets one
+name more than the flags, `given`: for each flag that was given, the words or the variable that gave it, which messages
+quote.
 """
 
 import argparse
@@ -23,17 +22,33 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from holdfast.cli.run_flag_table import FLAGS, GROUPS, HELP, Flag
+from holdfast.cli.run_flag_values import shown
 from holdfast.errors import UsageError
 
 _NEGATIVE_NUMBER = re.compile(r"-\d+|-\d*\.\d+")
 _BY_SPELLING = {spelling: flag for flag in (HELP, *FLAGS) for spelling in flag.spellings}
 _EPILOG = """\
 Each flag may be written with dashes or underscores, and may come from the variable named in brackets.
-What follows SCRIPT belongs to the script."""
+What follows SCRIPT belongs to the script.
+
+examples:
+  one machine, one worker for each GPU, restarts after faults:
+    holdfast run --standalone --nproc-per-node gpu --max-restarts 3 train.py --epochs 10
+
+  a script with a session (holdfast init writes one), and a spare that takes over at once:
+    holdfast run --standalone --nproc-per-node 4 --spares 1 --checkpoint-dir ckpt train.py
+
+  two to four machines; the same command on each, the same secret in the file:
+    holdfast run --nnodes 2:4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint host0:29400 \\
+        --rdzv-id job1 --token-file token train.py
+
+  a module, or a program that is not Python:
+    holdfast run --nproc-per-node 2 -m package.train
+    holdfast run --nproc-per-node 2 --no-python ./train.sh"""
 
 
 def build_parser(environ: Mapping[str, str] | None = None) -> argparse.ArgumentParser:
-    """A parser whose fallbacks come from `environ`, never from the process's own environment."""
+    """Return a parser whose fallbacks come from `environ`, never from the process's own environment."""
     parser = _RunParser(environ or {})
     parser.add_argument(*HELP.spellings, action="help", help=HELP.help)
     for title, flags in GROUPS.items():
@@ -46,7 +61,7 @@ def build_parser(environ: Mapping[str, str] | None = None) -> argparse.ArgumentP
 
 
 def _add(group: Any, flag: Flag) -> None:
-    default = "" if flag.default in (None, "", []) else f" (default {flag.default})"
+    default = "" if flag.default in (None, "", []) else f" (default {flag.default})".replace("%", "%%")
     variable = f" [{flag.variable}]" if flag.variable else ""
     text = f"{flag.help}{default}{variable}"
     if flag.metavar is None:
@@ -85,7 +100,13 @@ class _RunParser(argparse.ArgumentParser):
             return super().parse_known_args([HELP.name], namespace)
         if not script or not script[0]:
             raise UsageError("no training script: name it after the flags, as in holdfast run train.py")
-        words = [*_from_environment(self._environ, given), *flags, "--", *script]
+        ours = [*_from_environment(self._environ, given), *flags]
+        if empty := next((word for word in ours if word.partition("=")[2] == "--"), ""):
+            raise UsageError(f"{empty}: -- is no value")  # argparse would drop it, and go on with none
+        words = [*ours, "--", *script]
+        for word in words:
+            if not _is_unicode(word):
+                raise UsageError(f"{shown(word)} is not UTF-8 text: give a name that is, or rename the file")
         try:
             namespace, rest = super().parse_known_args(words, namespace)
         except argparse.ArgumentError as error:
@@ -97,8 +118,8 @@ class _RunParser(argparse.ArgumentParser):
         raise UsageError(message)
 
 
-class _Formatter(argparse.HelpFormatter):
-    """One spelling for each flag: the epilog says that there is another."""
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """A formatter that shows one spelling of each flag; the epilog says that there is another."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=34)
@@ -112,7 +133,7 @@ class _Formatter(argparse.HelpFormatter):
 
 
 def _split(words: Sequence[str], given: dict[str, str]) -> tuple[list[str], list[str]]:
-    """The flags spelled out, and the script with its arguments. What was given is noted in `given`."""
+    """Return the flags spelled out, and the script with its arguments. Record in `given` what was given."""
     flags: dict[str, str] = {}  # the last of a repeated flag counts
     waiting = list(words)
     while waiting:
@@ -129,12 +150,21 @@ def _split(words: Sequence[str], given: dict[str, str]) -> tuple[list[str], list
             flags[flag.dest], given[flag.dest] = flag.name, flag.name
         else:
             value = _value(flag, value, waiting)
-            flags[flag.dest], given[flag.dest] = f"{flag.name}={value}", f"{flag.name} {value}"
+            flags[flag.dest], given[flag.dest] = f"{flag.name}={value}", f"{flag.name} {shown(value)}"
     return [*flags.values()], []
 
 
+def _is_unicode(word: str) -> bool:
+    """Return whether a word can be sent to other processes as text; bytes that are none are halves of characters."""
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _resolve(word: str) -> tuple[Flag, str | None]:
-    """The flag a word means, and the value it carries, if any."""
+    """Return the flag that a word stands for, and its value, if the word has one."""
     name, equals, value = word.partition("=")
     if flag := _BY_SPELLING.get(name):
         return flag, value if equals else None
@@ -157,6 +187,7 @@ def _abbreviated(prefix: str) -> list[Flag]:
 
 
 def _unknown(name: str) -> NoReturn:
+    name = shown(name)
     wanted = "--" + name.lstrip("-").replace("_", "-")
     near = get_close_matches(wanted, [flag.name for flag in (HELP, *FLAGS)], n=1)
     if near:
@@ -179,9 +210,9 @@ def _looks_like_flag(word: str) -> bool:
 
 
 def _rest_of_cluster(flag: Flag, word: str, value: str) -> str:
-    """-mr3 is -m -r3; a switch takes no value in any other way."""
+    """Return the rest of joined short flags: -mr3 is -m -r3. Any other value of a switch is refused."""
     if word.startswith("--") or word[2:3] == "=":
-        raise UsageError(f"{flag.name} takes no value: write {flag.name} alone, without ={value}")
+        raise UsageError(f"{flag.name} takes no value: write {flag.name} alone, without ={shown(value)}")
     if f"-{value[0]}" not in _BY_SPELLING:
         _unknown(word)
     return f"-{value}"
@@ -195,7 +226,7 @@ def _from_environment(environ: Mapping[str, str], given: dict[str, str]) -> Iter
             continue
         if flag.metavar is None and not _is_on(flag, text):
             continue
-        given[flag.dest] = f"{flag.variable}={text}"
+        given[flag.dest] = f"{flag.variable}={shown(text)}"
         yield flag.name if flag.metavar is None else f"{flag.name}={text}"
 
 
@@ -203,7 +234,7 @@ def _is_on(flag: Flag, text: str) -> bool:
     try:
         return int(text) != 0
     except ValueError:
-        raise UsageError(f"{flag.variable}={text}: set it to 1 or 0, or unset it") from None
+        raise UsageError(f"{flag.variable}={shown(text)}: set it to 1 or 0, or unset it") from None
 
 
 def _sentence(error: argparse.ArgumentError, given: Mapping[str, str]) -> str:

@@ -1,16 +1,16 @@
-"""From an event to the facts to be kept. What follows from the facts is conclude.py's business.
+"""From an event to the records it makes true. What follows from them is decided in policy.py.
 
-Every event names the life (`incarnation`) it comes from. What a life that is over has to say changes nothing;
-what an old view's workers did is evidence for the open incident, never a new fault.
+Every event names the incarnation it comes from. Events of an incarnation that is over change nothing; what the workers
+of an old view did is evidence for the open incident, never a new fault.
 
-Who may have an id (`Hello`), by what is known of the life that had it before:
+Which node may use an id (`Hello`), by what is known of the incarnation that had it before:
 
-    nothing                           taken in
-    it says so itself (same life)     its connection is restored; if it was declared lost, it must rejoin
-    left, or certainly dead           taken in at once
-    alive and connected               refused for good, unless the newcomer knows it dead
+    nothing                           joins
+    the same incarnation              its connection is restored; if it was declared lost, it must rejoin
+    left, or certainly dead           joins at once
+    alive and connected               refused for good, unless the new one knows it to be dead
     alive, connection just broke      refused until the verdict
-    silent, perhaps behind a cut      refused until the guard window is over
+    silent, perhaps partitioned       refused until the guard window is over
 """
 
 from __future__ import annotations
@@ -20,22 +20,45 @@ from typing import assert_never
 from msgspec.structs import replace
 
 from holdfast.core import events as e
-from holdfast.core import leases, ledger
 from holdfast.core import records as r
-from holdfast.core.faults import LOG_LINE_CHARS_MAX, LOG_TAIL_LINES_MAX, TRACEBACK_CHARS_MAX, Failure
-from holdfast.core.health import checkup
-from holdfast.core.kept import IMAGES_MAX, SAID_EVERY_S, safety, together
-from holdfast.core.state import Draining, Finished, Incident, Job, Linked, Lost, Node, Present, Serving, Unlinked
-from holdfast.core.troubles import seats_without
+from holdfast.core import sample_audit, shard_leases
+from holdfast.core.assess import has_ended, holders_without
+from holdfast.core.durability import FEW_NODES, IMAGES_MAX, JOURNAL_EVERY_S, combine_stats, durability
+from holdfast.core.faults.failures import (
+    LOG_LINE_CHARS_MAX,
+    LOG_TAIL_LINES_MAX,
+    TRACEBACK_CHARS_MAX,
+    Failure,
+    is_collateral,
+)
+from holdfast.core.health import checkup, peer_links
+from holdfast.core.health.reputation import LAST_RESORT
+from holdfast.core.state import (
+    ECHOES_LISTED_MAX,
+    FAILURES_PER_INCIDENT_MAX,
+    Draining,
+    Finished,
+    Incident,
+    JobState,
+    Linked,
+    Lost,
+    Node,
+    Present,
+    Serving,
+    Unlinked,
+)
 
 MESSAGE_CHARS_MAX = 2_000
+SOURCE_CHARS_MAX = 2_000
 """Of a failed step's error."""
+STALL_NEWS_TIMES = 2.0
+"""A stall that has lasted this many times longer than when it was last reported is news."""
 READINGS_MAX = 16
 """Of a node's counters."""
 
 
-def decide(job: Job, event: e.Event, now: float) -> list[r.Record]:
-    """The records this event makes true. Pure: reads the job, changes nothing."""
+def decide(job: JobState, event: e.Event, now: float) -> list[r.Record]:
+    """Return the records that this event makes true. Pure: reads the job, changes nothing."""
     match event:
         case e.Hello():
             return _hello(job, event, now)
@@ -43,59 +66,67 @@ def decide(job: Job, event: e.Event, now: float) -> list[r.Record]:
             node = job.live(node_id, incarnation)
             if node is None or isinstance(node.link, Unlinked):
                 return []
-            return [r.LinkLost(at=now, node_id=node_id, deadline=now + job.settings.reconnect_grace_s)]
+            return [r.LinkBrokeRecord(at=now, node_id=node_id, deadline=now + job.settings.reconnect_grace_s)]
         case e.NodeSilent(node_id=node_id, incarnation=incarnation, silent_s=silent_s):
             if job.live(node_id, incarnation) is None:
                 return []
-            why = f"nothing heard from it for {silent_s:.1f} s"
+            why = f"no heartbeat for {silent_s:.1f} s"
             return [
                 r.NodeLost(
                     at=now, node_id=node_id, incarnation=incarnation, certain=False, since=now - silent_s, why=why
                 )
             ]
         case e.WorkersStarted(node_id=node_id, incarnation=incarnation, view=view, pids=pids, logs=logs):
-            if not _in_current_view(job, node_id, incarnation, view) or node_id in job.started:
+            if not _in_current_view(job, node_id, incarnation, view) or node_id in job.progress.started:
                 return []
-            return [r.NodeStarted(at=now, node_id=node_id, view=view, pids=pids, logs=logs)]
+            return [r.WorkersStartedRecord(at=now, node_id=node_id, view=view, pids=pids, logs=logs)]
         case e.WorkerSucceeded():
             return _worker_succeeded(job, event, now)
         case e.WorkerFailed():
             return _worker_failed(job, event, now)
         case e.StoreOffered(node_id=node_id, incarnation=incarnation, port=port):
             return _offer(job, node_id, incarnation, port, now) if job.live(node_id, incarnation) else []
-        case e.SessionBegan() | e.StepInterrupted() | e.WorkersStalled() | e.StepCommitted() | e.TrainingClosed():
-            return _session_news(job, event, now)
+        case e.ViewJoined() | e.StepInterrupted() | e.StepCommitted() | e.TrainingClosed():
+            return _session_event(job, event, now)
+        case e.WorkersStalled() | e.WorkersWaiting() | e.WorkersMoved():
+            return _stall_event(job, event, now)
+        case e.WorkerFailing():
+            return _worker_failing(job, event, now)
+        case e.SessionRevised():
+            return _session_revised(job, event, now)
         case e.SparesChanged(node_id=node_id, incarnation=incarnation, parked=parked):
             node = job.live(node_id, incarnation)
             return _spares(node, parked, now) if node else []
-        case e.StateKept(node_id=node_id, incarnation=incarnation):
-            return _kept(job, event, now) if job.live(node_id, incarnation) else []
-        case e.CheckpointWritten(node_id=node_id, incarnation=incarnation, step=step, url=url):
-            is_news = job.live(node_id, incarnation) is not None and step > job.checkpoint
-            return [r.CheckpointPublished(at=now, step=step, url=url)] if is_news else []
-        case e.DataAnnounced() | e.SamplesWitnessed() | e.StretchSkipped():
+        case e.ImagesReported(node_id=node_id, incarnation=incarnation):
+            return _images_reported(job, event, now) if job.live(node_id, incarnation) else []
+        case e.CheckpointPublished(node_id=node_id, incarnation=incarnation, step=step, url=url):
+            is_news = job.live(node_id, incarnation) is not None and step > job.state.checkpoint_step
+            return [r.CheckpointPublishedRecord(at=now, step=step, url=url)] if is_news else []
+        case e.DataAnnounced() | e.SamplesReported() | e.DataSkipped():
             is_heard = job.live(event.node_id, event.incarnation) and not isinstance(job.phase, Finished)
-            return ledger.decide(job.ledger, event, now) if is_heard else []
-        case e.StreamNews():
-            return _stream_news(job, event, now)
-        case e.PacesReported(node_id=node_id, incarnation=incarnation, view=view, paces=paces):
+            return sample_audit.decide(job.data.audit, event, now) if is_heard else []
+        case e.StreamReported():
+            return _stream_reported(job, event, now)
+        case e.StepTimesReported(node_id=node_id, incarnation=incarnation, view=view, step_times=step_times):
             if not _in_current_view(job, node_id, incarnation, view):
                 return []
-            seats = job.members[node_id].workers
-            known = tuple(pace for pace in paces[:seats] if 0 <= pace.local_rank < seats)
-            return [r.PacesNoted(at=now, node_id=node_id, paces=known)]
+            workers = job.members[node_id].workers
+            known = tuple(pace for pace in step_times[:workers] if 0 <= pace.local_rank < workers)
+            return [r.StepTimesReportedRecord(at=now, node_id=node_id, step_times=known)]
         case e.NumbersReported():
             return _numbers(job, event, now)
         case e.CountersRead():
             return _counters(job, event, now)
-        case e.NodeExamined():
+        case e.NodeChecked():
             return checkup.decide(job, event, now)
-        case e.DrainAsked(node_id=node_id, why=why):
+        case e.PeerLinksProbed() | e.PeerLinkSlowed():
+            return peer_links.decide(job, event, now) if not isinstance(job.phase, Finished) else []
+        case e.DrainRequested(node_id=node_id, why=why):
             node = job.nodes.get(node_id)
             if node is None or not isinstance(node.standing, Present) or isinstance(job.phase, Finished):
                 return []
             return [_draining(node_id, node.incarnation, 0, why, now)]
-        case e.ResizeAsked(nodes=nodes, why=why):
+        case e.ResizeRequested(nodes=nodes, why=why):
             same = nodes == job.settings.nodes_max
             if same or nodes < max(job.settings.nodes_min, 1) or isinstance(job.phase, Finished):
                 return []
@@ -105,112 +136,200 @@ def decide(job: Job, event: e.Event, now: float) -> list[r.Record]:
             if node is None or isinstance(node.standing, Draining):
                 return []
             return [_draining(node_id, incarnation, signal, why, now)]
-        case e.NodeGone(node_id=node_id, incarnation=incarnation):
+        case e.NodeLeft(node_id=node_id, incarnation=incarnation):
             if job.live(node_id, incarnation) is None:
                 return []
-            return [r.NodeLeft(at=now, node_id=node_id, incarnation=incarnation)]
+            return [r.NodeLeftRecord(at=now, node_id=node_id, incarnation=incarnation)]
         case _:
             assert_never(event)
 
 
-def _in_current_view(job: Job, node_id: str, incarnation: str, view: int) -> bool:
+def _in_current_view(job: JobState, node_id: str, incarnation: str, view: int) -> bool:
     if not isinstance(job.phase, Serving) or job.view is None or job.view.number != view:
         return False
     member = job.members.get(node_id)
     return member is not None and member.incarnation == incarnation and job.live(node_id, incarnation) is not None
 
 
-def _worker_succeeded(job: Job, event: e.WorkerSucceeded, now: float) -> list[r.Record]:
-    seat = (event.node_id, event.local_rank)
+def _worker_succeeded(job: JobState, event: e.WorkerSucceeded, now: float) -> list[r.Record]:
+    worker = (event.node_id, event.local_rank)
     current = _in_current_view(job, event.node_id, event.incarnation, event.view)
-    if (current and seat not in job.done and seat not in job.failed) or (
+    if (current and worker not in job.progress.succeeded and worker not in job.progress.failed) or (
         not current and _is_counted_on(job, event.node_id, event.incarnation, event.view, event.local_rank)
     ):
-        return [r.WorkerDone(at=now, node_id=event.node_id, view=event.view, local_rank=event.local_rank)]
+        return [r.WorkerSucceededRecord(at=now, node_id=event.node_id, view=event.view, local_rank=event.local_rank)]
     return []
 
 
-def _worker_failed(job: Job, event: e.WorkerFailed, now: float) -> list[r.Record]:
+def _worker_failed(job: JobState, event: e.WorkerFailed, now: float) -> list[r.Record]:
     node = job.live(event.node_id, event.incarnation)
     if node is None or not isinstance(node.standing, Present):
         return []  # workers of a node on its way out are expected to end
     key = (event.node_id, event.failure.local_rank)
     if _in_current_view(job, event.node_id, event.incarnation, event.view) or _is_yet_to_change(job, event):
-        if key in job.failed or key in job.done:
+        if key in job.progress.failed or key in job.progress.succeeded:
             return []
-        return [r.WorkerLost(at=now, failure=event.failure, late=False)]
-    incident = job.incident
-    if incident and _is_of(job, incident, event.view) and not _known(incident.failures, event):
-        return [r.WorkerLost(at=now, failure=event.failure, late=True)]
+        shown = _shortened_echo(event.failure, len(job.progress.failed))
+        return [r.WorkerFailedRecord(at=now, failure=shown, late=False)]
+    incident, failed = job.incidents.current, (event.failure.view, event.failure.rank)
+    if incident and _is_of(job, incident, event.view) and failed not in incident.failed:
+        shown = _shortened_echo(event.failure, len(incident.failed))
+        return [r.WorkerFailedRecord(at=now, failure=shown, late=True)]
     return []
 
 
-def _is_yet_to_change(job: Job, event: e.WorkerFailed) -> bool:
-    """A view by plan changes nothing until the step boundary: a worker that dies before is missing in it as well."""
+def _shortened_echo(failure: Failure, others: int) -> Failure:
+    """Return a failure without its traceback and log, if it is collateral and many others have said the same."""
+    if others < FAILURES_PER_INCIDENT_MAX or not is_collateral(failure):
+        return failure
+    return replace(failure, traceback="", log_tail=())
+
+
+def _is_yet_to_change(job: JobState, event: e.WorkerFailed) -> bool:
+    """Return whether the failure is of the view before a planned one that has not begun to train. A planned view
+    changes nothing before the step boundary, so a worker that dies before it is missing in the new view as well."""
     view, member = job.view, job.members.get(event.node_id)
     if not isinstance(job.phase, Serving) or view is None or member is None or member.incarnation != event.incarnation:
         return False
-    before = view.kept and view.planned and event.view == view.number - 1 and job.proved < 0
+    before = view.keeps_workers and view.planned and event.view == view.number - 1 and job.progress.first_committed < 0
     return before and event.failure.local_rank < member.workers
 
 
-def _is_of(job: Job, incident: Incident, view: int) -> bool:
-    """Whether the view is one that this incident has left behind."""
+def _is_of(job: JobState, incident: Incident, view: int) -> bool:
+    """Return whether the view is one that this incident has left behind."""
     return job.view is not None and incident.view_before <= view < job.view.number
 
 
-def _is_counted_on(job: Job, node_id: str, incarnation: str, view: int, local_rank: int) -> bool:
-    """Whether a worker that ended in an earlier view is still counted among those that hold the state."""
+def _is_counted_on(job: JobState, node_id: str, incarnation: str, view: int, local_rank: int) -> bool:
+    """Return whether a worker that ended in an earlier view is still counted as a holder of state."""
     if job.view is None or view >= job.view.number or not _in_current_view(job, node_id, incarnation, job.view.number):
         return False
-    return seats_without(job, node_id, local_rank, view) != job.crew.get(node_id, ())
+    return holders_without(job, node_id, local_rank, view) != job.progress.holders.get(node_id, ())
 
 
-def _session_news(
-    job: Job,
-    event: e.SessionBegan | e.StepInterrupted | e.WorkersStalled | e.StepCommitted | e.TrainingClosed,
+def _session_event(
+    job: JobState,
+    event: e.ViewJoined | e.StepInterrupted | e.StepCommitted | e.TrainingClosed,
     now: float,
 ) -> list[r.Record]:
-    """Of workers that speak to Holdfast. Only the newest view's count: in an older one they did what they had to."""
+    """Return the records for an event of workers that use Holdfast. Only events of the newest view count."""
     node_id, view = event.node_id, event.view
     if not _in_current_view(job, node_id, event.incarnation, view):
         return []
     match event:
-        case e.SessionBegan(session=session) if node_id not in job.settled:
-            news = session != job.session
-            return [r.NodeSettled(at=now, node_id=node_id, view=view, session=session, news=news)]
-        case e.StepInterrupted(stumble=stumble) if _is_at_work(job, (node_id, stumble.local_rank)):
-            return [r.StepBroken(at=now, node_id=node_id, view=view, stumble=_bounded(stumble))]
-        case e.WorkersStalled(stalled_s=stalled_s, vectors=vectors):
-            shown = tuple(map(_shortened, vectors))
-            if node_id in job.stuck and job.stuck[node_id].vectors == shown:
-                return []
-            return [r.WorkersStuck(at=now, node_id=node_id, view=view, stalled_s=stalled_s, vectors=shown)]
-        case e.StepCommitted(step=step) if job.proved < 0:
-            return [r.StepProved(at=now, node_id=node_id, view=view, step=step)]
-        case e.TrainingClosed(step=step) if not job.is_closed:
-            return [r.TrainingEnded(at=now, node_id=node_id, view=view, step=step)]
+        case e.ViewJoined(session=session) if node_id not in job.progress.joined:
+            session = _combined_session(job, session)
+            news = session != job.state.session
+            joined = r.ViewJoinedRecord(at=now, node_id=node_id, view=view, session=session, news=news)
+            if not event.source or job.state.resumed_view == view:
+                return [joined]
+            source = event.source[:SOURCE_CHARS_MAX]
+            return [joined, r.TrainingResumed(at=now, view=view, step=event.step, source=source)]
+        case e.StepInterrupted(step_error=step_error) if _is_at_work(job, (node_id, step_error.local_rank)):
+            return [_interrupted(job, node_id, view, step_error, now)]
+        case e.StepCommitted(step=step) if job.progress.first_committed < 0:
+            repeats = max(job.state.committed + 1 - step, 0)
+            return [r.StepCommittedRecord(at=now, node_id=node_id, view=view, step=step, repeats=repeats)]
+        case e.TrainingClosed(step=step) if not job.progress.is_closed:
+            return [r.TrainingClosedRecord(at=now, node_id=node_id, view=view, step=step)]
     return []
 
 
-def _shortened(vector: e.Vector) -> e.Vector:
+def _stall_event(
+    job: JobState, event: e.WorkersStalled | e.WorkersWaiting | e.WorkersMoved, now: float
+) -> list[r.Record]:
+    """Return the records for a node's report that nothing moves there, or that something does again. A report of a
+    stall is repeated when it has lasted much longer, which is news."""
+    node_id, view, known = event.node_id, event.view, job.progress.stalled.get(event.node_id)
+    if not _in_current_view(job, node_id, event.incarnation, view):
+        return []
+    match event:
+        case e.WorkersStalled(stalled_s=stalled_s, worker_progress=worker_progress, is_overdue=is_overdue):
+            shown = tuple(map(_shortened, worker_progress))
+            is_known = known is not None and (known.worker_progress, known.is_overdue) == (shown, is_overdue)
+            if is_known and known is not None and stalled_s < STALL_NEWS_TIMES * known.stalled_s:
+                return []
+            record = r.WorkersStalledRecord(
+                at=now,
+                node_id=node_id,
+                view=view,
+                stalled_s=stalled_s,
+                worker_progress=shown,
+                is_overdue=is_overdue,
+            )
+            return [record]
+        case e.WorkersWaiting(waiting_s=waiting_s):
+            if node_id in job.progress.waiting:
+                return []
+            return [r.WorkersWaitingRecord(at=now, node_id=node_id, view=view, waiting_s=waiting_s)]
+        case e.WorkersMoved():
+            moved: list[r.Record] = [r.WorkersMovedRecord(at=now, node_id=node_id, view=view)] if known else []
+            ended = [r.WaitEnded(at=now, node_id=node_id, view=view)] if node_id in job.progress.waiting else []
+            return [*moved, *ended]
+
+
+def _worker_failing(job: JobState, event: e.WorkerFailing, now: float) -> list[r.Record]:
+    """Return the fact if it is of the newest view and the end of the process has not come in before it."""
+    node_id, local_rank, view = event.node_id, event.local_rank, event.view
+    if not _in_current_view(job, node_id, event.incarnation, view) or local_rank >= job.members[node_id].workers:
+        return []
+    if (node_id, local_rank) in job.progress.failed or (node_id, local_rank) in job.progress.succeeded:
+        return []
+    return [
+        r.WorkerFailingRecord(
+            at=now,
+            node_id=node_id,
+            view=view,
+            local_rank=local_rank,
+            exception=event.exception[:LOG_LINE_CHARS_MAX],
+            message=event.message[:MESSAGE_CHARS_MAX],
+        )
+    ]
+
+
+def _combined_session(job: JobState, session: e.SessionInfo) -> e.SessionInfo:
+    """Return what a node reports of its workers' state, combined with what is known. New workers in a view that keeps
+    the others cannot know yet what these have found out."""
+    is_known = job.view is not None and (job.view.keeps_workers or bool(job.progress.joined))
+    if not is_known or job.state.session is None:
+        return session
+    # The newest report says how the state is sharded: workers that re-entered their function have sharded it again.
+    return replace(e.combined([job.state.session, session]), shards=session.shards, replicas=session.replicas)
+
+
+def _session_revised(job: JobState, event: e.SessionRevised, now: float) -> list[r.Record]:
+    """Return the record of a session that changed. Reports of an earlier view count too if its workers were kept
+    since."""
+    view = job.view
+    is_theirs = view is not None and (event.view == view.number or (view.keeps_workers and event.view < view.number))
+    is_heard = is_theirs and isinstance(job.phase, Serving) and job.live(event.node_id, event.incarnation) is not None
+    if not is_heard or job.state.session is None:
+        return []
+    known = job.state.session  # sharding does not change within a view, and may have been different before
+    session = replace(e.combined([known, event.session]), shards=known.shards, replicas=known.replicas)
+    if session == known:
+        return []
+    return [r.SessionRevisedRecord(at=now, node_id=event.node_id, view=event.view, session=session)]
+
+
+def _shortened(vector: e.WorkerProgress) -> e.WorkerProgress:
     tail = tuple(line[:LOG_LINE_CHARS_MAX] for line in vector.log_tail[-LOG_TAIL_LINES_MAX:])
     return replace(vector, stack=vector.stack[-TRACEBACK_CHARS_MAX:], log_tail=tail)
 
 
-def _counters(job: Job, event: e.CountersRead, now: float) -> list[r.Record]:
-    """Also of a view that is over: they come when the failure may have been answered."""
+def _counters(job: JobState, event: e.CountersRead, now: float) -> list[r.Record]:
+    """Return the record of a node's counters. They count after the end of their view too, as they arrive late."""
     if job.live(event.node_id, event.incarnation) is None or isinstance(job.phase, Finished):
         return []
     kept = tuple(reading[:LOG_LINE_CHARS_MAX] for reading in event.readings[:READINGS_MAX])
-    return [r.CountersNoted(at=now, node_id=event.node_id, view=event.view, readings=kept)]
+    return [r.CountersReadRecord(at=now, node_id=event.node_id, view=event.view, readings=kept)]
 
 
-def _numbers(job: Job, event: e.NumbersReported, now: float) -> list[r.Record]:
+def _numbers(job: JobState, event: e.NumbersReported, now: float) -> list[r.Record]:
     if not _in_current_view(job, event.node_id, event.incarnation, event.view):
         return []
     return [
-        r.NumbersOdd(
+        r.AnomalyFound(
             at=now,
             node_id=event.node_id,
             view=event.view,
@@ -222,44 +341,51 @@ def _numbers(job: Job, event: e.NumbersReported, now: float) -> list[r.Record]:
     ]
 
 
-def _stream_news(job: Job, event: e.StreamNews, now: float) -> list[r.Record]:
-    """Of committed steps: true also if a view has come since, but not if all workers went back to a checkpoint."""
-    is_fenced = job.view is None or not job.streams.since_view <= event.view <= job.view.number
+def _stream_reported(job: JobState, event: e.StreamReported, now: float) -> list[r.Record]:
+    """Return the records of leases and failed shards in committed steps. They hold in later views too, unless all
+    workers went back to a checkpoint."""
+    is_fenced = job.view is None or not job.data.streams.since_view <= event.view <= job.view.number
     if is_fenced or job.live(event.node_id, event.incarnation) is None or isinstance(job.phase, Finished):
         return []
-    known = job.streams.by_name.get(event.stream)
-    fresh, troubles = leases.news_of(known, event.leases[: leases.NEWS_MAX], event.troubles[: leases.NEWS_MAX])
+    known = job.data.streams.by_name.get(event.stream)
+    fresh, problems = shard_leases.unknown_reports(
+        known, event.leases[: shard_leases.REPORTS_MAX], event.problems[: shard_leases.REPORTS_MAX]
+    )
     found: list[r.Record] = []
     if fresh:
-        found.append(
-            r.ShardsLeased(at=now, view=event.view, stream=event.stream, step=event.step, leases=tuple(fresh))
-        )
-    for trouble in troubles:
-        kind = r.ShardQuarantined if trouble.is_last else r.ShardFailed
-        bounded = replace(trouble, why=trouble.why[: leases.WHY_CHARS_MAX])
-        found.append(kind(at=now, view=event.view, stream=event.stream, step=event.step, trouble=bounded))
+        found.append(r.ShardsLeased(at=now, view=event.view, stream=event.stream, step=event.step, leases=tuple(fresh)))
+    for problem in problems:
+        kind = r.ShardQuarantined if problem.is_last else r.ShardFailed
+        bounded = replace(problem, why=problem.why[: shard_leases.WHY_CHARS_MAX])
+        found.append(kind(at=now, view=event.view, stream=event.stream, step=event.step, problem=bounded))
     return found
 
 
-def _bounded(stumble: e.Stumble) -> e.Stumble:
-    """A thousand ranks stumble over one that fell: where each of them was is not worth keeping."""
-    kept = "" if stumble.collateral else stumble.traceback[-TRACEBACK_CHARS_MAX:]
-    return replace(stumble, message=stumble.message[:MESSAGE_CHARS_MAX], traceback=kept)
+def _interrupted(job: JobState, node_id: str, view: int, step_error: e.StepError, now: float) -> r.Record:
+    """Return the record of an interrupted step; a short one, if it says nothing that others have not said."""
+    is_one_of_many = len(job.progress.interrupted) >= ECHOES_LISTED_MAX
+    if is_one_of_many and step_error.collateral and step_error.step - 1 <= job.state.committed:
+        return r.StepEchoRecord(at=now, node_id=node_id, view=view, local_rank=step_error.local_rank)
+    error = _bounded(step_error, has_traceback=not (is_one_of_many or step_error.collateral))
+    return r.StepInterruptedRecord(at=now, node_id=node_id, view=view, step_error=error)
 
 
-def _is_at_work(job: Job, seat: tuple[str, int]) -> bool:
-    known = seat in job.held or seat in job.failed or seat in job.done
-    return not known and seat[1] < job.members[seat[0]].workers
+def _bounded(step_error: e.StepError, *, has_traceback: bool) -> e.StepError:
+    """Return the error with limited texts. A hundred thousand ranks may send one."""
+    kept = step_error.traceback[-TRACEBACK_CHARS_MAX:] if has_traceback else ""
+    return replace(step_error, message=step_error.message[:MESSAGE_CHARS_MAX], traceback=kept)
 
 
-def _known(failures: list[Failure], event: e.WorkerFailed) -> bool:
-    return any(f.rank == event.failure.rank and f.view == event.view for f in failures)
+def _is_at_work(job: JobState, worker: tuple[str, int]) -> bool:
+    progress = job.progress
+    known = worker in progress.interrupted or worker in progress.echoes or has_ended(job, worker)
+    return not known and worker[1] < job.members[worker[0]].workers
 
 
-def _hello(job: Job, hello: e.Hello, now: float) -> list[r.Record]:
+def _hello(job: JobState, hello: e.Hello, now: float) -> list[r.Record]:
     old = job.nodes.get(hello.node_id)
     if old and old.incarnation == hello.incarnation:
-        return _same_life(job, old, hello, now)
+        return _same_incarnation(job, old, hello, now)
     if isinstance(job.phase, Finished):
         finished = job.phase.record
         return [_refuse(hello, now, f"job {job.job_id} has already {finished.outcome.value}: {finished.why}")]
@@ -272,60 +398,89 @@ def _hello(job: Job, hello: e.Hello, now: float) -> list[r.Record]:
     if mismatch := _mismatch(job, hello):
         return [_refuse(hello, now, mismatch)]
     if old is None:
-        return _take_in(hello, now)
-    return _next_life(job, old, hello, now)
+        return _join_records(hello, now)
+    return _next_incarnation(job, old, hello, now)
 
 
-def _same_life(job: Job, node: Node, hello: e.Hello, now: float) -> list[r.Record]:
+def _same_incarnation(job: JobState, node: Node, hello: e.Hello, now: float) -> list[r.Record]:
+    if not node.alive and isinstance(job.phase, Finished):
+        return [_refuse(hello, now, f"the job has ended without {node.node_id}")]  # it is told how (orders.py)
     if not node.alive:
-        why = f"{node.node_id} was declared gone and the job went on without it"
+        why = f"{node.node_id} was declared gone and the job continued without it"
         if isinstance(node.standing, Lost):
-            why = f"{node.node_id} was declared lost ({node.standing.why}) and the job went on without it"
+            why = f"{node.node_id} was declared lost ({node.standing.why}) and the job continued without it"
         return [_refuse(hello, now, why, retry_after_s=0.0, rejoin=True)]
     restored = r.LinkRestored(at=now, node_id=node.node_id)
     offered = _offer(job, node.node_id, node.incarnation, hello.store_port, now)
-    return [restored, *offered, *_spares(node, hello.parked, now)]
+    return [restored, *_let_back(node, hello, now), *offered, *_spares(node, hello.parked, now)]
 
 
-def _offer(job: Job, node_id: str, incarnation: str, port: int, now: float) -> list[r.Record]:
-    """A store serves one view only: an offer made before the view in force took it up says nothing new."""
+def _let_back(node: Node, hello: e.Hello, now: float) -> list[r.Record]:
+    """Return the record of a machine that is no longer a last resort. What else is heard of one that is here counts
+    when it joins the next time."""
+    if not node.is_last_resort or hello.reputation.grade in LAST_RESORT:
+        return []
+    changed = r.NodeReputationChanged(
+        at=now, node_id=node.node_id, incarnation=node.incarnation, reputation=hello.reputation
+    )
+    return [changed]
+
+
+def _offer(job: JobState, node_id: str, incarnation: str, port: int, now: float) -> list[r.Record]:
+    """Return the record of an offered store port. A store serves one view only, so the port of the view in force is not
+    news."""
     taken = 0
     if job.view and job.view.store_node_id == node_id and _in_current_view(job, node_id, incarnation, job.view.number):
         taken = job.view.store_port
-    return [r.StoreReady(at=now, node_id=node_id, port=port)] if port not in (0, taken) else []
+    return [r.StoreOfferedRecord(at=now, node_id=node_id, port=port)] if port not in (0, taken) else []
 
 
-def _kept(job: Job, said: e.StateKept, now: float) -> list[r.Record]:
-    """What is safe goes to the journal now and then only: it changes with every step."""
-    node_id, images = said.node_id, said.images
+def _images_reported(job: JobState, event: e.ImagesReported, now: float) -> list[r.Record]:
+    """Return the records of a node's images. The durability is journaled at intervals only, as it changes with every
+    step; and to find it, all images are looked at, so that this is done once for as many reports as there are nodes."""
+    node_id, images = event.node_id, event.images
+    heard = job.state.images_heard + 1
+    is_due = now - job.state.durability_at >= JOURNAL_EVERY_S and heard > len(job.state.images) - FEW_NODES
     records: list[r.Record] = [
-        r.StateNoted(at=now, node_id=node_id, images=images[:IMAGES_MAX], pacing=said.pacing)
+        r.ImagesReportedRecord(
+            at=now,
+            node_id=node_id,
+            images=images[:IMAGES_MAX],
+            snapshot_stats=event.snapshot_stats,
+            is_looked_at=is_due,
+        )
     ]
-    if now - job.safety_at >= SAID_EVERY_S:
-        alive = {name: held for name, held in job.images.items() if (node := job.nodes.get(name)) and node.alive}
-        found = safety({**alive, node_id: images}, job.checkpoint)
-        if found != job.safety:
-            pacings = {name: one for name, one in job.pacings.items() if name in alive} | {node_id: said.pacing}
-            records.append(r.StateSafe(at=now, safety=found, pacing=together(pacings.values())))
+    if is_due:
+        alive = {name: held for name, held in job.state.images.items() if (node := job.nodes.get(name)) and node.alive}
+        found = durability({**alive, node_id: images}, job.state.checkpoint_step)
+        if found != job.state.durability:
+            snapshot_stats_by_node = {
+                name: one for name, one in job.state.snapshot_stats_by_node.items() if name in alive
+            } | {node_id: event.snapshot_stats}
+            records.append(
+                r.DurabilityChanged(
+                    at=now, durability=found, snapshot_stats=combine_stats(snapshot_stats_by_node.values())
+                )
+            )
     return records
 
 
 def _spares(node: Node, parked: int, now: float) -> list[r.Record]:
-    return [r.SparesKnown(at=now, node_id=node.node_id, parked=parked)] if parked != node.parked else []
+    return [r.SparesChangedRecord(at=now, node_id=node.node_id, parked=parked)] if parked != node.parked else []
 
 
-def _take_in(hello: e.Hello, now: float) -> list[r.Record]:
+def _join_records(hello: e.Hello, now: float) -> list[r.Record]:
     joined = r.NodeJoined(
-        at=now, node_id=hello.node_id, incarnation=hello.incarnation, info=hello.info, repute=hello.repute
+        at=now, node_id=hello.node_id, incarnation=hello.incarnation, info=hello.info, reputation=hello.reputation
     )
     if hello.leaving:  # said in one breath, so that no view is ever formed with it
-        why = "it was told to go before it joined"
+        why = "it was asked to leave before it joined"
         return [joined, _draining(hello.node_id, hello.incarnation, hello.leaving, why, now)]
     records: list[r.Record] = [joined]
     if hello.store_port:
-        records.append(r.StoreReady(at=now, node_id=hello.node_id, port=hello.store_port))
+        records.append(r.StoreOfferedRecord(at=now, node_id=hello.node_id, port=hello.store_port))
     if hello.parked:
-        records.append(r.SparesKnown(at=now, node_id=hello.node_id, parked=hello.parked))
+        records.append(r.SparesChangedRecord(at=now, node_id=hello.node_id, parked=hello.parked))
     return records
 
 
@@ -333,34 +488,33 @@ def _draining(node_id: str, incarnation: str, signal: int, why: str, now: float)
     return r.NodeDraining(at=now, node_id=node_id, incarnation=incarnation, signal=signal, why=why)
 
 
-def _next_life(job: Job, old: Node, hello: e.Hello, now: float) -> list[r.Record]:
+def _next_incarnation(job: JobState, old: Node, hello: e.Hello, now: float) -> list[r.Record]:
     if old.alive and _known_dead(old, hello):
-        why = "its process is gone: its next life on the same machine says so"
-        lost = r.NodeLost(
-            at=now, node_id=old.node_id, incarnation=old.incarnation, certain=True, since=now, why=why
-        )
-        return [lost, *_take_in(hello, now)]
+        why = "its process is gone, as reported by its next incarnation on the same machine"
+        lost = r.NodeLost(at=now, node_id=old.node_id, incarnation=old.incarnation, certain=True, since=now, why=why)
+        return [lost, *_join_records(hello, now)]
     match old.standing, old.link:
-        case (Present() | Draining()), Unlinked(deadline=deadline):
+        case ((Present() | Draining()), Unlinked(deadline=deadline)):
             remaining_s = max(deadline - now, 0.0)
             return [_refuse_for(old, hello, now, "lost its connection a moment ago", remaining_s)]
-        case (Present() | Draining()), Linked():
+        case ((Present() | Draining()), Linked()):
             return [_refuse_for(old, hello, now, "is alive and connected", None)]
         case Lost(at=at, certain=False), _ if not _known_dead(old, hello):
             remaining_s = at + job.settings.guard_window_s - now
             if remaining_s > 0:
                 return [_refuse_for(old, hello, now, "fell silent and may still be alive", remaining_s)]
-    return _take_in(hello, now)
+    return _join_records(hello, now)
 
 
 def _known_dead(old: Node, hello: e.Hello) -> bool:
-    """The newcomer saw its process gone, or the machine has been rebooted since."""
+    """Return whether the old incarnation is dead: the new one saw its process gone, or the machine was rebooted
+    since."""
     rebooted = old.info.machine_id == hello.info.machine_id and old.info.boot_id != hello.info.boot_id
-    return rebooted or old.incarnation in hello.dead_lives
+    return rebooted or old.incarnation in hello.dead_incarnations
 
 
-def _mismatch(job: Job, hello: e.Hello) -> str:
-    spec, settings = hello.spec, job.asked
+def _mismatch(job: JobState, hello: e.Hello) -> str:
+    spec, settings = hello.spec, job.created_settings
     if hello.info.workers < 1:
         return f"the agent would run {hello.info.workers} workers: give --nproc-per-node 1 or more"
     if spec.run_id and spec.run_id != job.job_id:
@@ -383,9 +537,9 @@ def _mismatch(job: Job, hello: e.Hello) -> str:
 
 def _refuse_for(old: Node, hello: e.Hello, now: float, state: str, retry_after_s: float | None) -> r.NodeRefused:
     remedy = (
-        "give this node another --node-id (or --node-rank), or end the other one first"
+        "give this node another --node-id (or --node-rank), or stop the other one first"
         if retry_after_s is None
-        else f"it can be had in {retry_after_s:.1f} s, or at once when the old life is known to be dead"
+        else f"retry in {retry_after_s:.1f} s, or as soon as the old incarnation is known to be dead"
     )
     why = f"node {old.node_id} {state} (process {old.info.pid} on {old.info.host}): {remedy}"
     return _refuse(hello, now, why, retry_after_s=retry_after_s, holder=old)

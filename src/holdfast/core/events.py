@@ -1,14 +1,16 @@
-"""What happened: the core's input. Each names the node's incarnation, so that a dead life is not heard."""
+"""What happened: the core's input. Each names the node's incarnation, so that those of a former one are ignored."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
-from holdfast.core.faults import Failure
+from holdfast.core.durability import ImageReport, SnapshotStats
+from holdfast.core.faults.failures import Failure
 from holdfast.core.health.findings import CheckResult
-from holdfast.core.health.reputation import Repute
-from holdfast.core.kept import KeptImage, Pacing
-from holdfast.core.leases import Lease, Trouble
+from holdfast.core.health.reputation import Reputation
+from holdfast.core.shard_leases import Lease, ShardProblem
 
 
 class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,9 +54,30 @@ class SessionInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Copies of each part in the memory of other ranks, beside those that the cut itself leaves."""
     resizable: bool = True
     """Whether the workers can go on in a world of another size."""
+    per_rank: bool = False
+    """Whether each rank has state of its own, beside what all ranks with the same part have alike."""
+    local_replicas: int = 0
+    """Copies of each rank's own state in the memory of other ranks."""
+    why_fixed: str = ""
+    """Why the workers cannot go on in a world of another size, where that is not plain from how their state is cut."""
 
 
-class Stumble(msgspec.Struct, frozen=True, kw_only=True):
+def combined(sessions: Iterable[SessionInfo]) -> SessionInfo:
+    """Return what several workers say together, the newest last: some of them may not know yet that state differs
+    between ranks."""
+    said = list(sessions)
+    copies = [session.local_replicas for session in said if session.per_rank]
+    return SessionInfo(
+        shards=max(session.shards for session in said),
+        replicas=max(session.replicas for session in said),
+        resizable=all(session.resizable for session in said),
+        per_rank=bool(copies),
+        local_replicas=min(copies, default=0),
+        why_fixed=next((session.why_fixed for session in reversed(said) if session.why_fixed), ""),
+    )
+
+
+class StepError(msgspec.Struct, frozen=True, kw_only=True):
     """A step that failed in a worker that is well, and waits for a view."""
 
     rank: int
@@ -68,8 +91,8 @@ class Stumble(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it is what a healthy rank suffers when another one goes; else an error of its own that may be retried."""
 
 
-class Vector(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a worker has come, when nothing moves any more. The lowest one is the suspect."""
+class WorkerProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a worker has come, when nothing moves any more. See assess.py for who is suspected."""
 
     rank: int
     local_rank: int
@@ -77,9 +100,14 @@ class Vector(msgspec.Struct, frozen=True, kw_only=True):
     phase: int
     collectives: int
     waiting: bool
-    """Whether it waits in a collective, for others."""
+    """Whether it waits for other ranks or for a view, in a call that says so on the worker's progress page."""
     joining: bool = False
-    """Whether it waits for a view, or for the others of one: then it is not the one that keeps them waiting."""
+    """Whether it is between two views: it waits for one, or joins one, or gets or sends state."""
+    asleep: bool = False
+    """Whether it sleeps (`time.sleep`), has not run since, and nothing else of its processes runs: proof enough that it
+    will not come, if all others wait."""
+    view: int = 0
+    """The newest view that it has tried to join."""
     stack: str = ""
     log_file: str = ""
     log_tail: tuple[str, ...] = ()
@@ -101,8 +129,8 @@ class DataSource(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True):
-    """What some ranks of a view were handed in one step of one source. See core/ledger.py."""
+class SessionPart(msgspec.Struct, frozen=True, array_like=True):
+    """What some ranks of a view were handed in one step of one source. See core/sample_audit.py."""
 
     source: int
     view: int
@@ -125,17 +153,15 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     spec: JobSpec
     store_port: int
     """A port this node already listens on, for the store of the next view it may host; 0 if none."""
-    serving: int = 0
-    """The view whose workers it runs; 0 if none."""
     term: int = 0
     """The highest master term it has seen."""
-    dead_lives: tuple[str, ...] = ()
+    dead_incarnations: tuple[str, ...] = ()
     """Incarnations it has seen to be dead with its own eyes: their process is gone from this machine."""
     leaving: int = 0
     """The signal by which it was told to go before it could join; 0 if it means to stay."""
     parked: int = 0
     """Spares that wait here, ready to take a rank."""
-    repute: Repute = Repute()
+    reputation: Reputation = Reputation()
     """What the machine is known for. The master looks it up; what an agent says of itself does not count."""
 
 
@@ -147,8 +173,8 @@ class LinkBroke(msgspec.Struct, frozen=True, kw_only=True, tag="link-broke"):
 
 
 class NodeSilent(msgspec.Struct, frozen=True, kw_only=True, tag="node-silent"):
-    """A node has not been heard for longer than the silence timeout. Whoever says so ends its connection as well:
-    should it live after all, it says hello again and is told to rejoin."""
+    """A node has not been heard for longer than the silence timeout. The master that says so ends its connection as
+    well: should it live after all, it says hello again and is told to rejoin."""
 
     node_id: str
     incarnation: str
@@ -164,7 +190,7 @@ class WorkersStarted(msgspec.Struct, frozen=True, kw_only=True, tag="workers-sta
     pids: tuple[int, ...]
     logs: tuple[str, ...] = ()
     """The directory of each one's output, within the node's: a worker that is kept stays with the one it began with.
-    Empty: as for workers that all start anew, `attempt_<view - 1>/<local rank>`."""
+    Empty: as after a restart of all workers, `attempt_<view - 1>/<local rank>`."""
 
 
 class WorkerSucceeded(msgspec.Struct, frozen=True, kw_only=True, tag="worker-succeeded"):
@@ -202,15 +228,29 @@ class NodeLeaving(msgspec.Struct, frozen=True, kw_only=True, tag="node-leaving")
     why: str
 
 
-class NodeGone(msgspec.Struct, frozen=True, kw_only=True, tag="node-gone"):
+class NodeLeft(msgspec.Struct, frozen=True, kw_only=True, tag="node-left"):
     """A node's goodbye: its workers are stopped, its agent ends."""
 
     node_id: str
     incarnation: str
 
 
-class SessionBegan(msgspec.Struct, frozen=True, kw_only=True, tag="session-began"):
+class ViewJoined(msgspec.Struct, frozen=True, kw_only=True, tag="view-joined"):
     """All of a node's workers are in the view, with the state of the settled step: from now on it can be repaired."""
+
+    node_id: str
+    incarnation: str
+    view: int
+    session: SessionInfo
+    step: int = -1
+    """The next step to run."""
+    source: str = ""
+    """Where the state comes from that all ranks start with: a checkpoint, or the nodes' memory; empty: from nowhere, or
+    from ranks that train."""
+
+
+class SessionRevised(msgspec.Struct, frozen=True, kw_only=True, tag="session-revised"):
+    """The workers' state is of another kind than they said when the view began: found out at a commit."""
 
     node_id: str
     incarnation: str
@@ -224,7 +264,19 @@ class StepInterrupted(msgspec.Struct, frozen=True, kw_only=True, tag="step-inter
     node_id: str
     incarnation: str
     view: int
-    stumble: Stumble
+    step_error: StepError
+
+
+class WorkerFailing(msgspec.Struct, frozen=True, kw_only=True, tag="worker-failing"):
+    """A worker's script has failed; its process is about to end, and its end will say how."""
+
+    node_id: str
+    incarnation: str
+    view: int
+    local_rank: int
+    exception: str = ""
+    """The type of the exception that it failed with; empty: not known."""
+    message: str = ""
 
 
 class WorkersStalled(msgspec.Struct, frozen=True, kw_only=True, tag="workers-stalled"):
@@ -234,7 +286,48 @@ class WorkersStalled(msgspec.Struct, frozen=True, kw_only=True, tag="workers-sta
     incarnation: str
     view: int
     stalled_s: float
-    vectors: tuple[Vector, ...]
+    worker_progress: tuple[WorkerProgress, ...]
+    is_overdue: bool = True
+    """Whether it has lasted for longer than anything may. Otherwise it is only proved who sleeps, which is a stall if
+    other ranks wait for it."""
+
+
+class PeerLinksProbed(msgspec.Struct, frozen=True, kw_only=True, tag="peer-links-probed"):
+    """Which of its neighbours a node cannot reach; it was asked."""
+
+    node_id: str
+    incarnation: str
+    view: int
+    unreachable: tuple[str, ...]
+
+
+class PeerLinkSlowed(msgspec.Struct, frozen=True, kw_only=True, tag="peer-link-slowed"):
+    """A small transfer to a neighbour takes many times as long as to others, again and again."""
+
+    node_id: str
+    incarnation: str
+    view: int
+    peer: str
+    taken_s: float
+    usual_s: float
+
+
+class WorkersWaiting(msgspec.Struct, frozen=True, kw_only=True, tag="workers-waiting"):
+    """All of a node's workers have waited for other ranks for longer than a step takes: the one that hangs, if one
+    does, is on another node."""
+
+    node_id: str
+    incarnation: str
+    view: int
+    waiting_s: float
+
+
+class WorkersMoved(msgspec.Struct, frozen=True, kw_only=True, tag="workers-moved"):
+    """Something moves again on a node that has reported a stall, or that its workers wait."""
+
+    node_id: str
+    incarnation: str
+    view: int
 
 
 class TrainingClosed(msgspec.Struct, frozen=True, kw_only=True, tag="training-closed"):
@@ -264,16 +357,16 @@ class SparesChanged(msgspec.Struct, frozen=True, kw_only=True, tag="spares-chang
     parked: int
 
 
-class StateKept(msgspec.Struct, frozen=True, kw_only=True, tag="state-kept"):
+class ImagesReported(msgspec.Struct, frozen=True, kw_only=True, tag="images-reported"):
     """The images of states in a node's memory."""
 
     node_id: str
     incarnation: str
-    images: tuple[KeptImage, ...]
-    pacing: Pacing = Pacing()
+    images: tuple[ImageReport, ...]
+    snapshot_stats: SnapshotStats = SnapshotStats()
 
 
-class CheckpointWritten(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoint-written"):
+class CheckpointPublished(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoint-published"):
     """A checkpoint of the state before this step is complete."""
 
     node_id: str
@@ -291,15 +384,15 @@ class DataAnnounced(msgspec.Struct, frozen=True, kw_only=True, tag="data-announc
     sources: tuple[DataSource, ...]
 
 
-class SamplesWitnessed(msgspec.Struct, frozen=True, kw_only=True, tag="samples-witnessed"):
+class SamplesReported(msgspec.Struct, frozen=True, kw_only=True, tag="samples-reported"):
     """What workers of a node were handed, in the order of steps."""
 
     node_id: str
     incarnation: str
-    parts: tuple[Part, ...]
+    parts: tuple[SessionPart, ...]
 
 
-class StretchSkipped(msgspec.Struct, frozen=True, kw_only=True, tag="stretch-skipped"):
+class DataSkipped(msgspec.Struct, frozen=True, kw_only=True, tag="data-skipped"):
     """A loader will pass over these steps."""
 
     node_id: str
@@ -312,8 +405,8 @@ class StretchSkipped(msgspec.Struct, frozen=True, kw_only=True, tag="stretch-ski
     why: str
 
 
-class StreamNews(msgspec.Struct, frozen=True, kw_only=True, tag="stream-news"):
-    """What the commit of a step has granted to slots of a worker, and what failed in them. Told anew in each view."""
+class StreamReported(msgspec.Struct, frozen=True, kw_only=True, tag="stream-reported"):
+    """What the commit of a step granted to slots of a worker, and what failed in them. Reported again in each view."""
 
     node_id: str
     incarnation: str
@@ -321,7 +414,7 @@ class StreamNews(msgspec.Struct, frozen=True, kw_only=True, tag="stream-news"):
     stream: str
     step: int
     leases: tuple[Lease, ...]
-    troubles: tuple[Trouble, ...]
+    problems: tuple[ShardProblem, ...]
 
 
 class NumbersReported(msgspec.Struct, frozen=True, kw_only=True, tag="numbers-reported"):
@@ -345,7 +438,7 @@ class CountersRead(msgspec.Struct, frozen=True, kw_only=True, tag="counters-read
     readings: tuple[str, ...]
 
 
-class Pace(msgspec.Struct, frozen=True):
+class StepTime(msgspec.Struct, frozen=True):
     """A worker's own time in a step, without what it waits for others: the median over its last steps."""
 
     local_rank: int
@@ -353,16 +446,16 @@ class Pace(msgspec.Struct, frozen=True):
     steps: int
 
 
-class PacesReported(msgspec.Struct, frozen=True, kw_only=True, tag="paces-reported"):
+class StepTimesReported(msgspec.Struct, frozen=True, kw_only=True, tag="step-times-reported"):
     """How fast a node's workers are."""
 
     node_id: str
     incarnation: str
     view: int
-    paces: tuple[Pace, ...]
+    step_times: tuple[StepTime, ...]
 
 
-class NodeExamined(msgspec.Struct, frozen=True, kw_only=True, tag="node-examined"):
+class NodeChecked(msgspec.Struct, frozen=True, kw_only=True, tag="node-checked"):
     """What came of a task of a check."""
 
     node_id: str
@@ -372,14 +465,14 @@ class NodeExamined(msgspec.Struct, frozen=True, kw_only=True, tag="node-examined
     result: CheckResult
 
 
-class DrainAsked(msgspec.Struct, frozen=True, kw_only=True, tag="drain-asked"):
+class DrainRequested(msgspec.Struct, frozen=True, kw_only=True, tag="drain-requested"):
     """A person wants a node to leave at a step boundary."""
 
     node_id: str
     why: str
 
 
-class ResizeAsked(msgspec.Struct, frozen=True, kw_only=True, tag="resize-asked"):
+class ResizeRequested(msgspec.Struct, frozen=True, kw_only=True, tag="resize-requested"):
     """A person wants another number of nodes."""
 
     nodes: int
@@ -388,24 +481,30 @@ class ResizeAsked(msgspec.Struct, frozen=True, kw_only=True, tag="resize-asked")
 
 Event = (
     Hello
-    | SessionBegan
+    | ViewJoined
+    | SessionRevised
     | StepInterrupted
+    | WorkerFailing
+    | PeerLinksProbed
+    | PeerLinkSlowed
     | WorkersStalled
+    | WorkersWaiting
+    | WorkersMoved
     | StepCommitted
     | TrainingClosed
     | SparesChanged
-    | StateKept
-    | CheckpointWritten
+    | ImagesReported
+    | CheckpointPublished
     | DataAnnounced
-    | SamplesWitnessed
-    | StretchSkipped
-    | StreamNews
+    | SamplesReported
+    | DataSkipped
+    | StreamReported
     | NumbersReported
     | CountersRead
-    | PacesReported
-    | NodeExamined
-    | DrainAsked
-    | ResizeAsked
+    | StepTimesReported
+    | NodeChecked
+    | DrainRequested
+    | ResizeRequested
     | LinkBroke
     | NodeSilent
     | WorkersStarted
@@ -413,5 +512,5 @@ Event = (
     | WorkerFailed
     | StoreOffered
     | NodeLeaving
-    | NodeGone
+    | NodeLeft
 )

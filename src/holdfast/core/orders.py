@@ -3,36 +3,47 @@ missed the one before, ends up the same."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from itertools import accumulate, groupby
+from typing import TypeVar
+
 import msgspec
 
 from holdfast.core import records as r
+from holdfast.core.assess import can_repair_online, is_dumping
 from holdfast.core.events import SessionInfo
-from holdfast.core.faults import Failure
-from holdfast.core.health import checkup
+from holdfast.core.faults.failures import Failure
+from holdfast.core.health import checkup, peer_links
 from holdfast.core.health.findings import CheckTask
-from holdfast.core.interval import FAULTS_PER_NODE_DAY
-from holdfast.core.ladder import Strategy
-from holdfast.core.planned import may_resize
-from holdfast.core.plans import is_member, standby
-from holdfast.core.state import Draining, Finished, Gathering, Job, Node, Serving
-from holdfast.core.troubles import dumping, online
+from holdfast.core.rung_plans import is_member, may_resize, standby
+from holdfast.core.snapshot_interval import FAULTS_PER_NODE_DAY
+from holdfast.core.state import Draining, Finished, Gathering, JobState, Node, Serving
+from holdfast.core.strategies import Strategy
 from holdfast.core.views import Member, View
+from holdfast.core.wording import counted
+
+Runs = tuple[tuple[int, int], ...]
+_T = TypeVar("_T")
 
 
-class Peer(msgspec.Struct, frozen=True, kw_only=True):
-    """Another node, as far as keeping snapshots goes."""
+class Peer(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Another node, as far as keeping snapshots goes. There are several in each order, so its fields have no names
+    there."""
 
     node_id: str
     address: str
     bulk_port: int
     workers: int
-    rooms: int = 0
-    """How many of its workers may have had snapshots at once: one that closed up to a lower seat has them where they
-    were. 0: as many as there are workers."""
+    slot_files: int = 0
+    """How many of its workers may have had snapshots at once: one that closed up to a lower local rank has them in the
+    slot file of its former one. 0: as many as there are workers."""
 
 
-class Serve(msgspec.Struct, frozen=True, kw_only=True, tag="serve"):
-    """Run these workers of this view, and no others."""
+class Serve(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="serve"):
+    """Run these workers of this view, and no others. Every node gets one for each view: its length does not depend on
+    how many nodes there are."""
 
     view: int
     job_id: str
@@ -49,11 +60,12 @@ class Serve(msgspec.Struct, frozen=True, kw_only=True, tag="serve"):
     restarts_max: int
     workers: int
     """How many of its workers have ranks in this view."""
-    first_ranks: tuple[int, ...]
-    """The first rank of each node, in the order of group ranks."""
-    kept: bool
+    node_sizes: Runs
+    """How many workers each node has, in the order of group ranks, as (workers, nodes): one entry for all that follow
+    one another and have as many."""
+    keeps_workers: bool
     """Give the workers that live their new places; fill what is missing as `strategy` says: RECOVER from the parked
-    spares first, otherwise by new processes. False: start all of them anew."""
+    spares first, otherwise by new processes. False: restart all of them."""
     planned: bool
     strategy: Strategy | None
     replaced: tuple[int, ...]
@@ -63,17 +75,44 @@ class Serve(msgspec.Struct, frozen=True, kw_only=True, tag="serve"):
     session: SessionInfo | None
     """What is known of the workers' state; None until they have said so."""
     partners: tuple[Peer, ...] = ()
-    """Those who keep this node's snapshots."""
-    guests: tuple[Peer, ...] = ()
-    """Those whose snapshots it keeps."""
+    """The nodes that hold replicas of this node's snapshots."""
+    replica_owners: tuple[Peer, ...] = ()
+    """The nodes of whose snapshots it holds replicas."""
     parity: tuple[Peer, ...] = ()
     """The group, itself included, that keeps its snapshots as parity."""
-    weights: tuple[float, ...] = ()
-    """Of all ranks' shares of the global batch; empty: all alike."""
+    weight_runs: tuple[tuple[float, int], ...] = ()
+    """Of all ranks' shares of the global batch, as (weight, ranks); empty: all alike."""
     run: str = ""
     """Which run of the job this is: another one of the same name, with a journal of its own, has another."""
     faults_per_node_day: float = FAULTS_PER_NODE_DAY
     """Of this job, for those who choose how often to copy the state."""
+    neighbours: tuple[Peer, ...] = ()
+    """Other members of the view, to which the links are probed."""
+    report_links: bool = False
+    """Report which neighbours cannot be reached."""
+    incidents: int = 0
+    """How many incidents the job has had."""
+    last_incident: str = ""
+    """The cause of the last one."""
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that do not fit the world, before anything is made of them."""
+        nodes, ranks = sum(n for _, n in self.node_sizes), sum(size * n for size, n in self.node_sizes)
+        if (nodes, ranks) != (self.group_world_size, self.world_size) or any(min(run) < 1 for run in self.node_sizes):
+            raise ValueError(f"{nodes} nodes with {ranks} ranks are not {self.group_world_size} with {self.world_size}")
+        if self.weight_runs and sum(n for _, n in self.weight_runs) != self.world_size:
+            raise ValueError("weights that are not those of all ranks")
+
+    @property
+    def first_ranks(self) -> tuple[int, ...]:
+        """Return the first rank of each node, in the order of group ranks."""
+        sizes = [size for size, nodes in self.node_sizes for _ in range(nodes)]
+        return tuple(accumulate(sizes[:-1], initial=0))
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Return all ranks' shares of the global batch; empty: all alike."""
+        return tuple(weight for weight, ranks in self.weight_runs for _ in range(ranks))
 
 
 class Hold(msgspec.Struct, frozen=True, kw_only=True, tag="hold"):
@@ -92,6 +131,9 @@ class Hold(msgspec.Struct, frozen=True, kw_only=True, tag="hold"):
     """It was asked to go: once its workers are gone it says goodbye and ends."""
     check: CheckTask | None = None
     """What to do in the round of a check; None: there is none."""
+    neighbours: tuple[Peer, ...] = ()
+    report_links: bool = False
+    """As in Serve."""
 
 
 class Exit(msgspec.Struct, frozen=True, kw_only=True, tag="exit"):
@@ -101,6 +143,8 @@ class Exit(msgspec.Struct, frozen=True, kw_only=True, tag="exit"):
     exit_code: int
     why: str
     cause: Failure | None
+    incidents: int = 0
+    """How many incidents the job has had."""
 
 
 class Refuse(msgspec.Struct, frozen=True, kw_only=True, tag="refuse"):
@@ -115,59 +159,87 @@ class Refuse(msgspec.Struct, frozen=True, kw_only=True, tag="refuse"):
     holder_boot_id: str
 
 
+CAUSE_CHARS_MAX = 200
+"""Of the last incident's cause, in an order to serve."""
+
 Order = Serve | Hold | Exit | Refuse
 
 
 class Addressed(msgspec.Struct, frozen=True):
-    """An order and the life it is for."""
+    """An order and the incarnation of the agent that it is for."""
 
     node_id: str
     incarnation: str
     order: Order
 
 
-def orders(job: Job, record: r.Record) -> list[Addressed]:
-    """The orders this record gives rise to, in the state it led to."""
+def orders(job: JobState, record: r.Record) -> list[Addressed]:
+    """Return the orders that follow from this record, in the state it led to."""
     match record:
-        case r.NodeJoined(node_id=node_id) | r.LinkRestored(node_id=node_id):
+        case r.NodeJoined(node_id=node_id) | r.LinkRestored(node_id=node_id) | r.PeerLinksRestored(node_id=node_id):
             return [_standing(job, job.nodes[node_id])]
+        case r.NodeReputationChanged():
+            return [_standing(job, node) for node in job.nodes.values() if node.alive and _is_idle(job, node)]
         case r.NodeDraining(node_id=node_id) | r.NodeCordoned(node_id=node_id) | r.NodeAdmitted(node_id=node_id):
             return [_standing(job, job.nodes[node_id]), *_next_in_line(job, node_id)]
-        case r.NodeLost(node_id=node_id) | r.NodeLeft(node_id=node_id):
+        case r.NodeLost(node_id=node_id) | r.NodeLeftRecord(node_id=node_id):
             return _next_in_line(job, node_id)
-        case r.ViewFormed() | r.GatheringBegan() | r.JobFinished() | r.JobResized() | r.NodeSettled(news=True):
-            return [_standing(job, node) for node in job.nodes.values() if node.alive]
+        case r.ViewFormed() | r.GatheringBegan() | r.JobFinished() | r.JobResized() | r.ViewJoinedRecord(news=True):
+            return _all_standing(job, (node for node in job.nodes.values() if node.alive))
+        case r.SessionRevisedRecord():
+            return _all_standing(job, (node for node in job.nodes.values() if node.alive))
+        case r.LinkProbeBegan():
+            return _all_standing(job, (job.nodes[node_id] for node_id in job.members))
         case r.RoundBegan(tasks=tasks):
-            return [_standing(job, job.nodes[node_id]) for node_id in tasks]
-        case r.NodesChecked() | r.CheckupDropped() | r.NodeSuspected():
-            return [_standing(job, node) for node in job.nodes.values() if node.alive and _is_idle(job, node)]
+            return _all_standing(job, (job.nodes[node_id] for node_id in tasks))
+        case r.CheckConcluded() | r.CheckupDropped() | r.NodeSuspected():
+            return _all_standing(job, (node for node in job.nodes.values() if node.alive and _is_idle(job, node)))
+        case r.NodeRefused() if _is_of_ended_job(job, record):
+            return [Addressed(record.node_id, record.incarnation, standing_order(job, job.nodes[record.node_id]))]
         case r.NodeRefused():
             return [Addressed(record.node_id, record.incarnation, _refusal(record))]
         case _:
             return []
 
 
-def _standing(job: Job, node: Node) -> Addressed:
+def check_orders(following: list[Addressed]) -> None:
+    """Check that no node is told to wait without a reason."""
+    for addressed in following:
+        assert not isinstance(addressed.order, Hold) or addressed.order.why, f"{addressed.node_id} waits for no reason"
+
+
+def _standing(job: JobState, node: Node) -> Addressed:
     return Addressed(node.node_id, node.incarnation, standing_order(job, node))
 
 
-def _is_idle(job: Job, node: Node) -> bool:
+def _all_standing(job: JobState, nodes: Iterable[Node]) -> list[Addressed]:
+    common = CommonParts(job)
+    return [Addressed(node.node_id, node.incarnation, standing_order(job, node, common)) for node in nodes]
+
+
+def _is_idle(job: JobState, node: Node) -> bool:
     return isinstance(job.phase, Gathering) or not is_member(job, node)
 
 
-def _next_in_line(job: Job, node_id: str) -> list[Addressed]:
-    """When one that stood by goes, those behind it move up."""
-    if job.session is None or node_id in job.members or not isinstance(job.phase, Serving):
+def _next_in_line(job: JobState, node_id: str) -> list[Addressed]:
+    """Return the orders for the standby nodes whose turn it is to park workers, or no more, when one of them goes or
+    comes. The others' turn does not change by it, except through nodes whose connections broke before."""
+    if job.state.session is None or node_id in job.members or not isinstance(job.phase, Serving):
         return []
-    return [_standing(job, node) for node in standby(job)]
+    wanted = _spare_nodes_wanted(job)
+    return _all_standing(job, standby(job, wanted + 1)[max(wanted - 1 - len(job.sets.doubtful), 0) :])
 
 
-def standing_order(job: Job, node: Node) -> Order:
-    """What this node should be doing now, whatever it was told before."""
+def standing_order(job: JobState, node: Node, common: CommonParts | None = None) -> Order:
+    """Return what this node should be doing now, whatever it was told before."""
     match job.phase:
         case Finished(record=record):
             return Exit(
-                outcome=record.outcome, exit_code=record.exit_code, why=record.why, cause=record.cause
+                outcome=record.outcome,
+                exit_code=record.exit_code,
+                why=record.why,
+                cause=record.cause,
+                incidents=job.incidents.faults,
             )
         case Gathering(why=why):
             leaving = isinstance(node.standing, Draining)
@@ -176,49 +248,59 @@ def standing_order(job: Job, node: Node) -> Order:
         case Serving():
             assert job.view is not None
             leaving = isinstance(node.standing, Draining)
-            if is_member(job, node) and not (leaving and not online(job)):
-                return _serve(job, job.view, job.members[node.node_id])  # one that leaves stays until a step boundary
+            stays_for_now = not leaving or can_repair_online(job)  # until a step boundary
+            if is_member(job, node) and stays_for_now:
+                return _serve(job, job.view, job.members[node.node_id], common or CommonParts(job))
             return _hold(job, job.view, node, leaving)
 
 
-def _hold(job: Job, view: View, node: Node, leaving: bool) -> Hold:
-    why = "this node is leaving" if leaving else f"standing by: the job runs on {len(view.members)} nodes"
+def _hold(job: JobState, view: View, node: Node, leaving: bool) -> Hold:
+    why = "this node is leaving" if leaving else f"standing by: the job runs on {counted(len(view.members), 'node')}"
     why = why if leaving else last_resort(node) or checkup.why_held(job, node) or why
-    released = job.released.get(node.node_id) == node.incarnation
+    released = job.progress.released.get(node.node_id) == node.incarnation
     check = checkup.task_of(job, node)
     # Parked workers have the devices' memory: a check would find them there, and measure beside them.
-    spares = 0 if leaving or check else _spares_standing_by(job, view, node)
+    spares = 0 if leaving or check else _spares_standing_by(job, node)
     return Hold(
         job_id=job.job_id,
         why=why,
         release=view.number if released else 0,
         spares=spares,
-        world_size=view.world_size if job.session else 0,
-        session=job.session,
+        world_size=view.world_size if job.state.session else 0,
+        session=job.state.session,
         leaving=leaving,
         check=check,
+        neighbours=_neighbours(job, node, CommonParts(job)) if peer_links.is_asked(job, node) else (),
+        report_links=peer_links.is_asked(job, node),
     )
 
 
 def last_resort(node: Node) -> str:
-    """Why a node that is here has no part in the job; empty if it may have one."""
+    """Return why a node that is here takes no part in the job; empty if it may."""
     if not node.is_last_resort:
         return ""
     return (
-        f"machine {node.machine} is {node.repute.grade.value} ({node.repute.why}): it stands by as a last resort, for"
-        f" when the job cannot do without it; `holdfast nodes uncordon {node.machine}` lets it back when it joins again"
+        f"machine {node.machine} is {node.reputation.grade.value} ({node.reputation.why}): it stands by as a last"
+        f" resort; `holdfast nodes uncordon {node.machine}` lets it back when it connects again"
     )
 
 
-def _spares_standing_by(job: Job, view: View, node: Node) -> int:
-    """All of its workers, if the job is large enough to need it some day."""
-    if job.session is None or dumping(job):
+def _spares_standing_by(job: JobState, node: Node) -> int:
+    """Return how many workers a standby node parks: all of its own, if the job may need it."""
+    if job.state.session is None or is_dumping(job):
         return 0
-    wanted = max(job.settings.nodes_max + job.settings.spare_nodes - len(view.members), 0)
-    return node.info.workers if node in standby(job)[:wanted] else 0
+    place = job.sets.standby.get(node.node_id)
+    is_wanted = place is not None and bisect_left(job.sets.line, (*place, node.node_id)) < _spare_nodes_wanted(job)
+    return node.info.workers if is_wanted else 0
 
 
-def _serve(job: Job, view: View, member: Member) -> Serve:
+def _spare_nodes_wanted(job: JobState) -> int:
+    """Return how many of the standby nodes are to park workers."""
+    assert job.view is not None
+    return max(job.settings.nodes_max + job.settings.spare_nodes - len(job.view.members), 0)
+
+
+def _serve(job: JobState, view: View, member: Member, common: CommonParts) -> Serve:
     return Serve(
         view=view.number,
         job_id=job.job_id,
@@ -234,48 +316,103 @@ def _serve(job: Job, view: View, member: Member) -> Serve:
         restart_count=view.restart_count,
         restarts_max=job.settings.restarts_max,
         workers=member.workers,
-        first_ranks=tuple(m.first_rank for m in view.members),
-        kept=view.kept,
+        node_sizes=common.node_sizes,
+        keeps_workers=view.keeps_workers,
         planned=view.planned,
         strategy=view.strategy,
         replaced=tuple(local_rank for node_id, local_rank in view.replaced if node_id == member.node_id),
         spares=_spares_beside(job, member),
-        session=job.session,
-        partners=_peers(job, job.placement.partners.get(member.node_id, ())),
-        guests=_peers(job, job.placement.guests.get(member.node_id, ())),
-        parity=_peers(job, job.parity.get(member.node_id, ())),
-        weights=view.weights,
-        run=_run(job),
-        faults_per_node_day=job.faults_per_node_day,
+        session=job.state.session,
+        partners=common.peers(job.state.placement.partners.get(member.node_id, ())),
+        replica_owners=common.peers(job.state.placement.owners.get(member.node_id, ())),
+        parity=common.peers(job.state.parity_groups.get(member.node_id, ())),
+        weight_runs=common.weight_runs,
+        run=common.run,
+        faults_per_node_day=job.incidents.faults_per_node_day,
+        neighbours=_neighbours(job, job.nodes[member.node_id], common),
+        report_links=peer_links.is_asked(job, job.nodes[member.node_id]),
+        incidents=job.incidents.faults,
+        last_incident=common.last_incident,
     )
 
 
-def _run(job: Job) -> str:
-    """By when its journal began, in microseconds: a journal that is gone on with is the same run."""
-    return f"{int(job.created_at * 1e6):x}"
+def _last_incident(job: JobState) -> str:
+    current = job.incidents.current
+    if current and current.kind != "planned":
+        return current.cause
+    return next((record.cause for record in reversed(job.incidents.closed) if record.kind != "planned"), "")
 
 
-def _peers(job: Job, node_ids: tuple[str, ...]) -> tuple[Peer, ...]:
-    """Of this view's members, also of one that is just being lost."""
-    found = [(node, job.members[node_id]) for node_id in node_ids if (node := job.nodes.get(node_id))]
-    return tuple(
-        Peer(
-            node_id=node.node_id,
+class CommonParts:
+    """What the orders of all nodes to serve have in common, made when the first one needs it."""
+
+    def __init__(self, job: JobState) -> None:
+        self._job = job
+        self._peers: dict[str, Peer] = {}
+
+    @cached_property
+    def node_sizes(self) -> Runs:
+        """Return the workers of each node, as runs."""
+        assert self._job.view is not None
+        return tuple(_runs(member.workers for member in self._job.view.members))
+
+    @cached_property
+    def weight_runs(self) -> tuple[tuple[float, int], ...]:
+        """Return the weight of each rank, as runs."""
+        assert self._job.view is not None
+        return tuple(_runs(self._job.view.weights))
+
+    @cached_property
+    def run(self) -> str:
+        """Return the id of this run: when its journal began, in microseconds. A job that continues its journal is the
+        same run."""
+        return f"{int(self._job.created_at * 1e6):x}"
+
+    def peers(self, node_ids: tuple[str, ...]) -> tuple[Peer, ...]:
+        """Return these members of the view as peers, including one that is just being lost."""
+        return tuple(peer for node_id in node_ids if (peer := self._peers.get(node_id) or self._peer(node_id)))
+
+    def _peer(self, node_id: str) -> Peer | None:
+        node = self._job.nodes.get(node_id)
+        if node is None:
+            return None
+        peer = self._peers[node_id] = Peer(
+            node_id=node_id,
             address=node.info.address,
             bulk_port=node.info.bulk_port,
-            workers=member.workers,
-            rooms=node.info.workers,
+            workers=self._job.members[node_id].workers,
+            slot_files=node.info.workers,
         )
-        for node, member in found
-    )
+        return peer
+
+    @cached_property
+    def last_incident(self) -> str:
+        """Return the cause of the last incident."""
+        return _last_incident(self._job)[:CAUSE_CHARS_MAX]
 
 
-def _spares_beside(job: Job, member: Member) -> int:
-    """As many as are wanted, and one for each empty seat that may be filled again."""
-    if job.session is None or dumping(job):
+def _runs(values: Iterable[_T]) -> Iterator[tuple[_T, int]]:
+    return ((value, len(list(alike))) for value, alike in groupby(values))
+
+
+def _neighbours(job: JobState, node: Node, common: CommonParts) -> tuple[Peer, ...]:
+    return common.peers(tuple(member.node_id for member in peer_links.neighbours(job, node)))
+
+
+def _spares_beside(job: JobState, member: Member) -> int:
+    """Return how many spares a member parks: those wanted, and one for each missing worker that may be started
+    again."""
+    if job.state.session is None or is_dumping(job):
         return 0
     empty = job.nodes[member.node_id].info.workers - member.workers
     return job.settings.spares + (empty if may_resize(job) else 0)
+
+
+def _is_of_ended_job(job: JobState, record: r.NodeRefused) -> bool:
+    """Return whether the agent belongs to this job, was cut off from it, and comes back after its end. An agent that
+    was started since does not: it may be meant for the next job."""
+    node = job.nodes.get(record.node_id)
+    return isinstance(job.phase, Finished) and node is not None and node.incarnation == record.incarnation
 
 
 def _refusal(record: r.NodeRefused) -> Refuse:

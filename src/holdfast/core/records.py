@@ -1,7 +1,7 @@
-"""What was decided, in the past tense: the journal's contents. Replaying them rebuilds the job.
+"""Records: what was decided, in the past tense. They are the journal's contents; replaying them rebuilds the job.
 
-A record says when (`at`), and those that come from a choice say why. The soft ones are evolved like the
-others but never journaled: they describe connections, which do not outlive the master that has them.
+A record says when (`at`), and a record of a choice says why. Soft records are applied like the others but never
+journaled: they describe connections, which do not outlive the master that has them.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Literal
 
 import msgspec
 
-from holdfast.core.events import DataSource, NodeInfo, Pace, Part, SessionInfo, Stumble, Vector
-from holdfast.core.faults import Failure
+from holdfast.core.durability import Durability, ImageReport, SnapshotStats
+from holdfast.core.events import DataSource, NodeInfo, SessionInfo, SessionPart, StepError, StepTime, WorkerProgress
+from holdfast.core.faults.failures import Failure
 from holdfast.core.health.findings import CheckResult, CheckTask, LinkVerdict, NodeVerdict, Norm
-from holdfast.core.health.reputation import Repute
-from holdfast.core.kept import KeptImage, Pacing, Safety
-from holdfast.core.ladder import Strategy as Strategy
-from holdfast.core.leases import Lease, Trouble
+from holdfast.core.health.reputation import Reputation
 from holdfast.core.settings import Settings
+from holdfast.core.shard_leases import Lease, ShardProblem
+from holdfast.core.strategies import Strategy as Strategy
 from holdfast.core.views import View
 
 
@@ -52,8 +52,17 @@ class NodeJoined(msgspec.Struct, frozen=True, kw_only=True, tag="node-joined"):
     node_id: str
     incarnation: str
     info: NodeInfo
-    repute: Repute = Repute()
+    reputation: Reputation = Reputation()
     """What its machine is known for."""
+
+
+class NodeReputationChanged(msgspec.Struct, frozen=True, kw_only=True, tag="node-reputation-changed"):
+    """The ban of a node's machine has run out, or a person has let it back."""
+
+    at: float
+    node_id: str
+    incarnation: str
+    reputation: Reputation
 
 
 class NodeAdmitted(msgspec.Struct, frozen=True, kw_only=True, tag="node-admitted"):
@@ -74,7 +83,7 @@ class NodeCordoned(msgspec.Struct, frozen=True, kw_only=True, tag="node-cordoned
     machine: str
     fault: str
     lasting: bool
-    """No other job is to have it either, until somebody lets it back."""
+    """No other job may use the machine either, until a person uncordons it."""
     why: str
 
 
@@ -83,6 +92,8 @@ class NodeCleared(msgspec.Struct, frozen=True, kw_only=True, tag="node-cleared")
 
     at: float
     node_id: str
+    incarnation: str
+    """The one that was sent away; earlier ones may have been at fault all the same."""
     machine: str
     fault: str
     why: str
@@ -93,9 +104,9 @@ class NodeLost(msgspec.Struct, frozen=True, kw_only=True, tag="node-lost"):
     node_id: str
     incarnation: str
     certain: bool
-    """Whether its life is known to have ended, or it may live on behind a partition."""
+    """Whether it is known to be dead; else it may be alive behind a network partition."""
     since: float
-    """The last sign of its life."""
+    """When it was last heard."""
     why: str
 
 
@@ -107,7 +118,7 @@ class NodeDraining(msgspec.Struct, frozen=True, kw_only=True, tag="node-draining
     why: str
 
 
-class NodeLeft(msgspec.Struct, frozen=True, kw_only=True, tag="node-left"):
+class NodeLeftRecord(msgspec.Struct, frozen=True, kw_only=True, tag="node-left"):
     at: float
     node_id: str
     incarnation: str
@@ -125,7 +136,7 @@ class ViewFormed(msgspec.Struct, frozen=True, kw_only=True, tag="view-formed"):
     why: str
 
 
-class NodeStarted(msgspec.Struct, frozen=True, kw_only=True, tag="node-started"):
+class WorkersStartedRecord(msgspec.Struct, frozen=True, kw_only=True, tag="workers-started"):
     """All workers of a node run in the view."""
 
     at: float
@@ -136,22 +147,22 @@ class NodeStarted(msgspec.Struct, frozen=True, kw_only=True, tag="node-started")
     """The directory of each one's output, within the node's; empty: that of the view."""
 
 
-class WorkerDone(msgspec.Struct, frozen=True, kw_only=True, tag="worker-done"):
+class WorkerSucceededRecord(msgspec.Struct, frozen=True, kw_only=True, tag="worker-succeeded"):
     at: float
     node_id: str
     view: int
     local_rank: int
 
 
-class WorkerLost(msgspec.Struct, frozen=True, kw_only=True, tag="worker-lost"):
+class WorkerFailedRecord(msgspec.Struct, frozen=True, kw_only=True, tag="worker-failed"):
     at: float
     failure: Failure
     late: bool
     """Of a view that is over: evidence for the open incident, not a new fault."""
 
 
-class NodeSettled(msgspec.Struct, frozen=True, kw_only=True, tag="node-settled"):
-    """All workers of a node are in the view, with the state of the settled step."""
+class ViewJoinedRecord(msgspec.Struct, frozen=True, kw_only=True, tag="view-joined"):
+    """All workers of a node are in the view, with the state of the agreed step."""
 
     at: float
     node_id: str
@@ -161,26 +172,73 @@ class NodeSettled(msgspec.Struct, frozen=True, kw_only=True, tag="node-settled")
     """Whether it says something else about the state than was known: every node is to hear of it."""
 
 
-class StepBroken(msgspec.Struct, frozen=True, kw_only=True, tag="step-broken"):
+class SessionRevisedRecord(msgspec.Struct, frozen=True, kw_only=True, tag="session-revised"):
+    """The workers' state turned out to be of another kind than was known: every node is to hear of it."""
+
+    at: float
+    node_id: str
+    view: int
+    session: SessionInfo
+
+
+class StepInterruptedRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step-interrupted"):
     """A worker's step failed; the worker is well and waits for a view."""
 
     at: float
     node_id: str
     view: int
-    stumble: Stumble
+    step_error: StepError
 
 
-class WorkersStuck(msgspec.Struct, frozen=True, kw_only=True, tag="workers-stuck"):
+class StepEchoRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step-echo"):
+    """One more worker's step was interrupted by what happened to another. The first of them are journaled; of these,
+    which may be all ranks there are, only how many."""
+
+    at: float
+    node_id: str
+    view: int
+    local_rank: int
+
+
+class WorkersStalledRecord(msgspec.Struct, frozen=True, kw_only=True, tag="workers-stalled"):
     """Nothing moves on a node any more."""
 
     at: float
     node_id: str
     view: int
     stalled_s: float
-    vectors: tuple[Vector, ...]
+    worker_progress: tuple[WorkerProgress, ...]
+    is_overdue: bool = True
+    """Whether it has lasted for longer than anything may. Otherwise it is only proved who sleeps, which is a stall if
+    other ranks wait for it."""
 
 
-class TrainingEnded(msgspec.Struct, frozen=True, kw_only=True, tag="training-ended"):
+class WorkersWaitingRecord(msgspec.Struct, frozen=True, kw_only=True, tag="workers-waiting"):
+    """All of a node's workers wait for other ranks."""
+
+    at: float
+    node_id: str
+    view: int
+    waiting_s: float
+
+
+class WorkersMovedRecord(msgspec.Struct, frozen=True, kw_only=True, tag="workers-moved"):
+    """Something moves again on a node that had reported a stall."""
+
+    at: float
+    node_id: str
+    view: int
+
+
+class WaitEnded(msgspec.Struct, frozen=True, kw_only=True, tag="wait-ended"):
+    """Something moves again on a node whose workers waited for other ranks."""
+
+    at: float
+    node_id: str
+    view: int
+
+
+class TrainingClosedRecord(msgspec.Struct, frozen=True, kw_only=True, tag="training-closed"):
     """All steps are made. What fails from now on fails as in any script."""
 
     at: float
@@ -189,13 +247,27 @@ class TrainingEnded(msgspec.Struct, frozen=True, kw_only=True, tag="training-end
     step: int
 
 
-class StepProved(msgspec.Struct, frozen=True, kw_only=True, tag="step-proved"):
+class StepCommittedRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step-committed"):
     """The first step committed in the view: every rank of it has come through its barrier."""
 
     at: float
     node_id: str
     view: int
     step: int
+    repeats: int = 0
+    """How many steps, from this one on, had been committed before: the state after them is lost, and they are made once
+    more."""
+
+
+class TrainingResumed(msgspec.Struct, frozen=True, kw_only=True, tag="training-resumed"):
+    """All ranks of the view start from a state that was saved before."""
+
+    at: float
+    view: int
+    step: int
+    """The next one to run."""
+    source: str
+    """The checkpoint, or that it was in the nodes' memory."""
 
 
 class JobResized(msgspec.Struct, frozen=True, kw_only=True, tag="job-resized"):
@@ -206,7 +278,7 @@ class JobResized(msgspec.Struct, frozen=True, kw_only=True, tag="job-resized"):
     why: str
 
 
-class DataDescribed(msgspec.Struct, frozen=True, kw_only=True, tag="data-described"):
+class DataAnnouncedRecord(msgspec.Struct, frozen=True, kw_only=True, tag="data-announced"):
     """What the samples of each step follow from, from this view on."""
 
     at: float
@@ -214,7 +286,7 @@ class DataDescribed(msgspec.Struct, frozen=True, kw_only=True, tag="data-describ
     sources: tuple[DataSource, ...]
 
 
-class DataSkipped(msgspec.Struct, frozen=True, kw_only=True, tag="data-skipped"):
+class DataSkippedRecord(msgspec.Struct, frozen=True, kw_only=True, tag="data-skipped"):
     """The script passes over a stretch of steps of a source."""
 
     at: float
@@ -226,19 +298,19 @@ class DataSkipped(msgspec.Struct, frozen=True, kw_only=True, tag="data-skipped")
     why: str
 
 
-class StepsWitnessed(msgspec.Struct, frozen=True, kw_only=True, tag="steps-witnessed"):
-    """A piece of the chain of what was handed out; see ledger.py. Stretches are (first, last)."""
+class StepsAudited(msgspec.Struct, frozen=True, kw_only=True, tag="steps-audited"):
+    """A piece of the chain of what was handed out; see sample_audit.py. Stretches are (first, last)."""
 
     at: float
     since_view: int
-    """The first view of the life that it belongs to."""
+    """The first view since all workers last restarted."""
     source: int
     first_step: int
     last_step: int
     samples: int
     chain: str
     """The link of the last step."""
-    unwitnessed: tuple[tuple[int, int], ...] = ()
+    unaudited: tuple[tuple[int, int], ...] = ()
     """Of which it cannot be known any more what they were made of."""
     skipped: tuple[tuple[int, int], ...] = ()
 
@@ -260,7 +332,7 @@ class ShardFailed(msgspec.Struct, frozen=True, kw_only=True, tag="shard-failed")
     view: int
     stream: str
     step: int
-    trouble: Trouble
+    problem: ShardProblem
 
 
 class ShardQuarantined(msgspec.Struct, frozen=True, kw_only=True, tag="shard-quarantined"):
@@ -270,10 +342,10 @@ class ShardQuarantined(msgspec.Struct, frozen=True, kw_only=True, tag="shard-qua
     view: int
     stream: str
     step: int
-    trouble: Trouble
+    problem: ShardProblem
 
 
-class NumbersOdd(msgspec.Struct, frozen=True, kw_only=True, tag="numbers-odd"):
+class AnomalyFound(msgspec.Struct, frozen=True, kw_only=True, tag="anomaly-found"):
     """A step's loss or gradient was odd, and what became of it: repeated, passed, skipped, kept or stopped."""
 
     at: float
@@ -285,7 +357,7 @@ class NumbersOdd(msgspec.Struct, frozen=True, kw_only=True, tag="numbers-odd"):
     outcome: str
 
 
-class CountersNoted(msgspec.Struct, frozen=True, kw_only=True, tag="counters-noted"):
+class CountersReadRecord(msgspec.Struct, frozen=True, kw_only=True, tag="counters-read"):
     """What is wrong with a node by its devices' counters, after something failed on it in the view."""
 
     at: float
@@ -307,7 +379,7 @@ class StragglerFound(msgspec.Struct, frozen=True, kw_only=True, tag="straggler-f
     score: float
 
 
-class NodesChecked(msgspec.Struct, frozen=True, kw_only=True, tag="nodes-checked"):
+class CheckConcluded(msgspec.Struct, frozen=True, kw_only=True, tag="check-concluded"):
     """A check of nodes is over: what was measured, what was expected, and what is concluded."""
 
     at: float
@@ -352,7 +424,7 @@ class IncidentDecided(msgspec.Struct, frozen=True, kw_only=True, tag="incident-d
     at: float
     number: int
     view: int
-    """The view whose trouble it is about: a fault during a recovery is decided anew, in a later view."""
+    """The view whose problem it is about: a fault during a recovery is decided again, in a later view."""
     kind: IncidentKind
     cause: str
     strategy: Strategy
@@ -361,6 +433,18 @@ class IncidentDecided(msgspec.Struct, frozen=True, kw_only=True, tag="incident-d
     why: str
     reload: int = -1
     """The step in the nodes' memory that all workers start from; -1: there is none."""
+    echoes: int = 0
+    """How many workers were interrupted by what happened to others, beside those that have records of their own."""
+
+
+class NodesAwaited(msgspec.Struct, frozen=True, kw_only=True, tag="nodes-awaited"):
+    """The survivors hold their state and wait for a node to replace those that are gone."""
+
+    at: float
+    number: int
+    """Of the incident."""
+    deadline: float
+    why: str
 
 
 class IncidentClosed(msgspec.Struct, frozen=True, kw_only=True, tag="incident-closed"):
@@ -380,8 +464,8 @@ class IncidentClosed(msgspec.Struct, frozen=True, kw_only=True, tag="incident-cl
     restarts_used: int
     collateral: int
     """How many failures were folded under the cause."""
-    settled_at: float = 0.0
-    """When all nodes had settled in the view; 0 if they were not asked to or had not all said so."""
+    restored_at: float = 0.0
+    """When all nodes had joined the view with state; 0 if they were not asked to or had not all reported it."""
     step: int = -1
     """The first step committed in the view, which proves the recovery; -1 where workers do not say so."""
 
@@ -394,21 +478,21 @@ class JobFinished(msgspec.Struct, frozen=True, kw_only=True, tag="job-finished")
     cause: Failure | None = None
 
 
-class CheckpointPublished(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoint-published"):
+class CheckpointPublishedRecord(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoint-published"):
     at: float
     step: int
     url: str
 
 
-class StateSafe(msgspec.Struct, frozen=True, kw_only=True, tag="state-safe"):
+class DurabilityChanged(msgspec.Struct, frozen=True, kw_only=True, tag="durability-changed"):
     """What of the state is where; said now and then."""
 
     at: float
-    safety: Safety
-    pacing: Pacing = Pacing()
+    durability: Durability
+    snapshot_stats: SnapshotStats = SnapshotStats()
 
 
-class LinkLost(msgspec.Struct, frozen=True, kw_only=True, tag="link-lost"):
+class LinkBrokeRecord(msgspec.Struct, frozen=True, kw_only=True, tag="link-broke"):
     at: float
     node_id: str
     deadline: float
@@ -419,43 +503,45 @@ class LinkRestored(msgspec.Struct, frozen=True, kw_only=True, tag="link-restored
     node_id: str
 
 
-class StoreReady(msgspec.Struct, frozen=True, kw_only=True, tag="store-ready"):
+class StoreOfferedRecord(msgspec.Struct, frozen=True, kw_only=True, tag="store-offered"):
     at: float
     node_id: str
     port: int
 
 
-class SparesKnown(msgspec.Struct, frozen=True, kw_only=True, tag="spares-known"):
+class SparesChangedRecord(msgspec.Struct, frozen=True, kw_only=True, tag="spares-changed"):
     at: float
     node_id: str
     parked: int
 
 
-class StateNoted(msgspec.Struct, frozen=True, kw_only=True, tag="state-noted"):
+class ImagesReportedRecord(msgspec.Struct, frozen=True, kw_only=True, tag="images-reported"):
     at: float
     node_id: str
-    images: tuple[KeptImage, ...]
-    pacing: Pacing = Pacing()
+    images: tuple[ImageReport, ...]
+    snapshot_stats: SnapshotStats = SnapshotStats()
+    is_looked_at: bool = False
+    """Whether it was looked at together with those of all other nodes."""
 
 
-class SamplesNoted(msgspec.Struct, frozen=True, kw_only=True, tag="samples-noted"):
+class SamplesReportedRecord(msgspec.Struct, frozen=True, kw_only=True, tag="samples-reported"):
     at: float
-    parts: tuple[Part, ...]
+    parts: tuple[SessionPart, ...]
 
 
-class PacesNoted(msgspec.Struct, frozen=True, kw_only=True, tag="paces-noted"):
+class StepTimesReportedRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step-times-reported"):
     at: float
     node_id: str
-    paces: tuple[Pace, ...]
+    step_times: tuple[StepTime, ...]
 
 
 class CheckupBegan(msgspec.Struct, frozen=True, kw_only=True, tag="checkup-began"):
-    """Nodes are to be checked. A master that takes over begins anew."""
+    """A check of nodes began. A master that takes over starts another."""
 
     at: float
     checkup: str
     why: str
-    lives: dict[str, str]
+    incarnations: dict[str, str]
     """By node id: incarnations of those that are to be judged."""
     partners: tuple[str, ...] = ()
     """Nodes known to be well, which only help."""
@@ -469,7 +555,7 @@ class RoundBegan(msgspec.Struct, frozen=True, kw_only=True, tag="round-began"):
     tasks: dict[str, CheckTask]
 
 
-class RoundReported(msgspec.Struct, frozen=True, kw_only=True, tag="round-reported"):
+class NodeCheckedRecord(msgspec.Struct, frozen=True, kw_only=True, tag="node-checked"):
     at: float
     node_id: str
     checkup: str
@@ -483,6 +569,61 @@ class CheckupDropped(msgspec.Struct, frozen=True, kw_only=True, tag="checkup-dro
     why: str
 
 
+class WorkerFailingRecord(msgspec.Struct, frozen=True, kw_only=True, tag="worker-failing"):
+    """A worker's script has failed; its process is about to end."""
+
+    at: float
+    node_id: str
+    view: int
+    local_rank: int
+    exception: str = ""
+    message: str = ""
+
+
+class LinkProbeBegan(msgspec.Struct, frozen=True, kw_only=True, tag="link-probe-began"):
+    """The members of the view are asked whom they cannot reach."""
+
+    at: float
+    view: int
+    deadline: float
+
+
+class PeerLinksProbedRecord(msgspec.Struct, frozen=True, kw_only=True, tag="peer-links-probed"):
+    at: float
+    node_id: str
+    view: int
+    unreachable: tuple[str, ...]
+
+
+class PeerLinksJudged(msgspec.Struct, frozen=True, kw_only=True, tag="peer-links-judged"):
+    """All have answered, or had the time to: these links between two nodes are broken."""
+
+    at: float
+    view: int
+    links: tuple[tuple[str, str], ...]
+    left_out: tuple[str, ...]
+    """One end of each, with which the job does not go on."""
+    why_kept: str = ""
+    """Why no end is left out, although links are broken."""
+
+
+class PeerLinksRestored(msgspec.Struct, frozen=True, kw_only=True, tag="peer-links-restored"):
+    """A node that was left out reaches the others again."""
+
+    at: float
+    node_id: str
+    incarnation: str
+
+
+class PeerLinkSlowedRecord(msgspec.Struct, frozen=True, kw_only=True, tag="peer-link-slowed"):
+    at: float
+    view: int
+    node_id: str
+    peer: str
+    taken_s: float
+    usual_s: float
+
+
 class NodeRefused(msgspec.Struct, frozen=True, kw_only=True, tag="node-refused"):
     at: float
     node_id: str
@@ -491,7 +632,7 @@ class NodeRefused(msgspec.Struct, frozen=True, kw_only=True, tag="node-refused")
     retry_after_s: float | None
     """None: coming back will not help."""
     rejoin: bool = False
-    """This life was declared lost: end its workers and come back as a new one."""
+    """This incarnation was declared lost: end its workers and join as a new one."""
     holder: str = ""
     """The incarnation that holds the id, and its process, so that a newcomer on its machine can look for it."""
     holder_pid: int = 0
@@ -503,74 +644,94 @@ DurableRecord = (
     JobCreated
     | TermBegan
     | NodeJoined
+    | NodeReputationChanged
     | NodeAdmitted
     | NodeCordoned
     | NodeCleared
     | NodeLost
     | NodeDraining
-    | NodeLeft
+    | NodeLeftRecord
     | GatheringBegan
     | ViewFormed
-    | NodeStarted
-    | WorkerDone
-    | WorkerLost
-    | NodeSettled
-    | StepBroken
-    | WorkersStuck
-    | StepProved
-    | TrainingEnded
+    | WorkersStartedRecord
+    | WorkerSucceededRecord
+    | WorkerFailedRecord
+    | ViewJoinedRecord
+    | SessionRevisedRecord
+    | StepInterruptedRecord
+    | WorkersStalledRecord
+    | WorkersMovedRecord
+    | StepCommittedRecord
+    | TrainingClosedRecord
+    | TrainingResumed
     | JobResized
-    | DataDescribed
-    | DataSkipped
-    | StepsWitnessed
+    | DataAnnouncedRecord
+    | DataSkippedRecord
+    | StepsAudited
     | ShardsLeased
     | ShardFailed
     | ShardQuarantined
-    | CheckpointPublished
-    | StateSafe
-    | NumbersOdd
-    | CountersNoted
+    | CheckpointPublishedRecord
+    | DurabilityChanged
+    | AnomalyFound
+    | CountersReadRecord
     | StragglerFound
-    | NodesChecked
+    | CheckConcluded
     | NodeSuspected
     | NodeReadmitted
+    | PeerLinksJudged
+    | PeerLinksRestored
+    | PeerLinkSlowedRecord
     | IncidentOpened
     | IncidentDecided
+    | NodesAwaited
     | IncidentClosed
     | JobFinished
 )
 SoftRecord = (
-    LinkLost
+    LinkBrokeRecord
     | LinkRestored
-    | StoreReady
-    | SparesKnown
-    | StateNoted
-    | SamplesNoted
-    | PacesNoted
+    | StoreOfferedRecord
+    | WorkerFailingRecord
+    | StepEchoRecord
+    | SparesChangedRecord
+    | ImagesReportedRecord
+    | SamplesReportedRecord
+    | StepTimesReportedRecord
+    | WorkersWaitingRecord
+    | WaitEnded
     | CheckupBegan
     | RoundBegan
-    | RoundReported
+    | NodeCheckedRecord
     | CheckupDropped
+    | LinkProbeBegan
+    | PeerLinksProbedRecord
     | NodeRefused
 )
 Record = DurableRecord | SoftRecord
 
 SOFT_RECORDS = (
-    LinkLost,
+    LinkBrokeRecord,
     LinkRestored,
-    StoreReady,
-    SparesKnown,
-    StateNoted,
-    SamplesNoted,
-    PacesNoted,
+    StoreOfferedRecord,
+    WorkerFailingRecord,
+    StepEchoRecord,
+    SparesChangedRecord,
+    ImagesReportedRecord,
+    SamplesReportedRecord,
+    StepTimesReportedRecord,
+    WorkersWaitingRecord,
+    WaitEnded,
     CheckupBegan,
     RoundBegan,
-    RoundReported,
+    NodeCheckedRecord,
     CheckupDropped,
+    LinkProbeBegan,
+    PeerLinksProbedRecord,
     NodeRefused,
 )
 
 
 def is_durable(record: Record) -> bool:
-    """Whether the record belongs in the journal."""
+    """Return whether the record belongs in the journal."""
     return not isinstance(record, SOFT_RECORDS)

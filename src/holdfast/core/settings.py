@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import msgspec
 
-from holdfast.core.ladder import LADDER, Strategy
+from holdfast.core.strategies import LADDER, Strategy
+
+HEARTBEATS_PER_S_MAX = 1_000
+"""Of all agents together: they cost the master a sixth of a core. Where there are more nodes, each sends fewer."""
+HEARTBEAT_INTERVAL_MAX_S = 10.0
+"""A machine that is gone is noticed by TCP itself after 20 s (wire/frame_stream.py): silence must be noticed before."""
+RECONNECTS_AT_ONCE = 16
+RECONNECT_S = 0.01
+"""How long a master may take for one agent that connects again: a millisecond, or ten under heavy load. What agents
+beyond RECONNECTS_AT_ONCE may need is added to every broken link's time to come back."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """Fixed for the life of a job, but for `nodes_max` (JobResized), and kept in its journal."""
+    """Fixed for a job, except `nodes_max` (JobResized), and stored in its journal."""
 
     nodes_min: int = 1
     nodes_max: int = 1
@@ -36,9 +45,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """How often one rung may be tried in one incident. A fault during a recovery is no reason to give the rung up; the
     same failure of the same worker is, at once."""
 
+    wait_for_nodes_s: float = 0.0
+    """How long survivors hold their state and wait for a replacement when too few nodes are left, before they dump it:
+    worth it where a platform starts nodes again. 0: they do not, as idle nodes cost money and not all platforms do."""
+
     park_timeout_s: float = 30.0
-    """How long a node that is to be taken in may take to park its workers. Until then the others train on without it;
-    after it, it is taken in as it is, and they wait for it at the step boundary."""
+    """How long it takes to start the workers of a node that cannot park them: so long all others would wait for it at
+    the step boundary. They train on without it until it has waited for as long as that costs all of them together."""
 
     node_check: bool = False
     """Whether nodes are checked before they take part: at the start, when one joins or comes back, while it stands by,
@@ -62,22 +75,30 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """How long to wait for the minimum. torchrun's default."""
 
     heartbeat_interval_s: float = 1.0
-    """How often an agent says that it lives. 1,000 agents at this rate cost the master a sixth of a core."""
+    """How often an agent sends a heartbeat. 1,000 agents at this rate cost the master a sixth of a core."""
 
     silence_timeout_s: float = 5.0
     """A node unheard for this long is lost. Five missed heartbeats: long for a stalled scheduler, short for a
     person. A node whose process dies is noticed at once, by its broken connection."""
 
     reconnect_grace_s: float = 0.3
-    """How long a broken connection may take to come back. An agent that lives reconnects in tens of
+    """How long a broken connection may take to come back. A live agent reconnects in tens of
     milliseconds; a dead one must not hold the job up for longer than a blink."""
 
-    guard_window_s: float = 30.0
-    """How long an id stays reserved for a life that fell silent and may still be alive behind a partition."""
+    farewell_timeout_s: float = 60.0
+    """How long the master of a finished job stays for nodes that were lost and may come back, to tell them how it
+    ended. Long enough for a cable that is put back or a machine that wakes up; a node lost for good costs this wait."""
 
-    stall_window_s: float = 10.0
-    """Reports of nodes on which nothing moves belong to one stall if they came within this time. An older one is of a
-    stall that has dissolved."""
+    checkpoints_apart: bool = False
+    """Whether each machine has a checkpoint directory of its own, because none was named: then only what one machine's
+    workers hold can be dumped."""
+
+    guard_window_s: float = 30.0
+    """How long an id stays reserved for an incarnation that fell silent and may still be alive behind a partition."""
+
+    joining_stall_s: float = 60.0
+    """How long all workers may wait for one another on their way into a view before it is tried again: newcomers may be
+    sent much state."""
 
     collect_window_s: float = 0.5
     """When all that is known are the collateral errors of other ranks, how long to wait for the cause."""
@@ -86,9 +107,28 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """The same fault on several machines within this time is not their hardware's."""
 
     cordon_limit: int = 3
-    """Nodes that may be sent away within a day because a fault is blamed on them. More than a few a day of any cluster
-    is no longer about nodes; at 4 faults a day of 1,000 nodes it is not reached by hardware."""
+    """Nodes that may be sent away within a day because a fault is blamed on them, in a small job. More than a few a day
+    are no longer about nodes."""
+
+    cordon_share: float = 0.01
+    """As many more as this share of the view's nodes has: at 4 faults a day of 1,000 nodes, of which a quarter is the
+    machines', hardware does not reach it."""
 
     straggler_action: str = "report"
     """What to do about a rank that is slower than the others: `report`, `shift` a part of its share of the global batch
     to the others, or `swap` its node for one that stands by."""
+
+
+def heartbeat_interval(settings: Settings, nodes: int) -> float:
+    """Return how often each of so many agents is to send a heartbeat, in seconds."""
+    return max(settings.heartbeat_interval_s, min(nodes / HEARTBEATS_PER_S_MAX, HEARTBEAT_INTERVAL_MAX_S))
+
+
+def silence_timeout(settings: Settings, heartbeat_interval_s: float) -> float:
+    """Return how long an agent that sends heartbeats so often may be unheard, in seconds."""
+    return settings.silence_timeout_s + heartbeat_interval_s - settings.heartbeat_interval_s
+
+
+def reconnect_allowance(broken_links: int) -> float:
+    """Return how much longer a broken link may take to come back as others are broken too, in seconds."""
+    return RECONNECT_S * max(broken_links - RECONNECTS_AT_ONCE, 0)

@@ -2,46 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from holdfast.core.copies import Layout, Seats
-from holdfast.core.events import NodeInfo, SessionInfo, Stumble
-from holdfast.core.faults import Failure
+from holdfast.core.durability import Durability, ImageReport, SnapshotStats
+from holdfast.core.events import NodeInfo, SessionInfo, StepError
+from holdfast.core.faults.failures import Failure
 from holdfast.core.health.findings import Norm, Stage
-from holdfast.core.health.reputation import LAST_RESORT, Repute
-from holdfast.core.interval import FAULTS_PER_NODE_DAY
-from holdfast.core.kept import KeptImage, Pacing, Safety
-from holdfast.core.ladder import Strategy
-from holdfast.core.leases import Streams
-from holdfast.core.ledger import Ledger
-from holdfast.core.placement import NOWHERE, Placement
+from holdfast.core.health.reputation import LAST_RESORT, Reputation
+from holdfast.core.node_sets import HeldShards, NodeSets
 from holdfast.core.records import (
+    CheckConcluded,
     IncidentClosed,
     IncidentKind,
     JobFinished,
     NodeCordoned,
-    NodesChecked,
-    WorkersStuck,
+    WorkerFailingRecord,
+    WorkersStalledRecord,
 )
+from holdfast.core.replica_placement import NOWHERE, ReplicaPlacement
+from holdfast.core.sample_audit import SampleAudit
 from holdfast.core.settings import Settings
+from holdfast.core.shard_leases import Streams
+from holdfast.core.snapshot_interval import FAULTS_PER_NODE_DAY
+from holdfast.core.state_coverage import NodeHolders, ShardLayout, WorkerKey
+from holdfast.core.strategies import Strategy
 from holdfast.core.views import Member, View
 
 if TYPE_CHECKING:
     from holdfast.core.health.check_rounds import Checkup
 
 GONE_NODES_MAX = 1_000
-"""Ended lives that are remembered, for the guard of their ids and for `holdfast status`."""
-INCIDENTS_KEPT_MAX = 1_000
+"""How many ended incarnations are remembered, for the guard of their ids and for `holdfast status`."""
+CLOSED_INCIDENTS_MAX = 1_000
 FAILURES_PER_INCIDENT_MAX = 64
-NOTED_MAX = 256
-FORMED_KEPT_MAX = 256
-CORDONS_KEPT_MAX = 256
+ECHOES_LISTED_MAX = 64
+"""How many interrupted steps of a view are journaled, with what they say, before the rest is counted."""
+PAST_FAILURES_MAX = 256
+VIEW_TIMES_MAX = 256
+CORDONS_MAX = 256
 
 
-class Noted(msgspec.Struct, frozen=True, kw_only=True):
+class PastFailure(msgspec.Struct, frozen=True, kw_only=True):
     """What is remembered of a failure, to compare later ones with (blame.py)."""
 
     at: float
@@ -50,9 +55,13 @@ class Noted(msgspec.Struct, frozen=True, kw_only=True):
     machine: str
     fault: str
     is_of_node: bool
-    mark: str
-    """Its exception, in a form that is the same when it comes back; empty if there was none."""
+    signature: str
+    """Its exception, in a form that is the same when it happens again; empty if there was none."""
     step: int
+    attempt: int = 0
+    """The view in which its step was tried, as far as is known."""
+    is_newcomer: bool = False
+    """Whether the worker was one that the recovery under way had started."""
 
 
 class Present(msgspec.Struct, frozen=True, tag="present"):
@@ -62,6 +71,7 @@ class Present(msgspec.Struct, frozen=True, tag="present"):
 class Draining(msgspec.Struct, frozen=True, tag="draining"):
     """On its way out, by request."""
 
+    at: float
     signal: int
     why: str
 
@@ -72,7 +82,7 @@ class Lost(msgspec.Struct, frozen=True, tag="lost"):
     at: float
     certain: bool
     since: float
-    """The last sign of life."""
+    """When it was last heard."""
     why: str
 
 
@@ -103,11 +113,11 @@ Link = Linked | Unlinked
 
 
 class Unchecked(msgspec.Struct, frozen=True, tag="unchecked"):
-    """Nobody wanted a check."""
+    """No check is wanted."""
 
 
 class Awaited(msgspec.Struct, frozen=True, tag="awaited"):
-    """To be checked before it takes part."""
+    """Must be checked before it takes part."""
 
     why: str
 
@@ -139,12 +149,19 @@ class Unfit(msgspec.Struct, frozen=True, tag="unfit"):
     why: str
 
 
-Health = Unchecked | Awaited | Fit | Slow | LeftOut | Unfit
+class CutOff(msgspec.Struct, frozen=True, tag="cut-off"):
+    """One end of a broken link: the job does without it until it reaches the others again."""
+
+    at: float
+    why: str
+
+
+Health = Unchecked | Awaited | Fit | Slow | LeftOut | CutOff | Unfit
 
 
 @dataclass
 class Node:
-    """One node's current or last life."""
+    """One node's current or last incarnation."""
 
     node_id: str
     incarnation: str
@@ -159,40 +176,66 @@ class Node:
     parked_at: float = 0.0
     """When their number was last heard."""
     health: Health = Unchecked()
-    repute: Repute = Repute()
+    reputation: Reputation = Reputation()
     """What its machine was known for when it joined."""
+    cut_offs: int = 0
+    """How often it was left out for a broken link."""
     admitted: bool = False
-    """Whether it may take part whatever it is known for, as there is nobody else."""
+    """Whether it may take part despite its reputation, as there are no other nodes."""
 
     @property
     def machine(self) -> str:
-        """The name by which its machine is known across jobs."""
+        """Return the name by which its machine is known across jobs."""
         return self.info.machine or self.info.host
 
     @property
     def is_last_resort(self) -> bool:
-        """Whether it is here, and only taken if the job could not start or go on without it."""
-        return self.repute.grade in LAST_RESORT and not self.admitted
+        """Return whether it is only used if the job could not start or go on without it."""
+        return self.reputation.grade in LAST_RESORT and not self.admitted
 
     @property
     def alive(self) -> bool:
-        """Not declared gone."""
+        """Return whether it is not declared gone."""
         return isinstance(self.standing, Present | Draining)
 
     @property
     def eligible(self) -> bool:
-        """May take part in the next view."""
-        is_fit = isinstance(self.health, Unchecked | Fit | Slow)
-        return self.is_here and is_fit and not self.is_last_resort
+        """Return whether it may take part in the next view."""
+        return self.is_here and self.is_fit and not self.is_last_resort
+
+    @property
+    def is_fit(self) -> bool:
+        """Return whether its health lets it take part."""
+        return isinstance(self.health, Unchecked | Fit | Slow)
 
     @property
     def is_here(self) -> bool:
-        """Present and connected, whatever its health."""
+        """Return whether it is present and connected, whatever its health."""
         return isinstance(self.standing, Present) and isinstance(self.link, Linked)
 
     @property
+    def is_awaited(self) -> bool:
+        """Return whether it is here and must be checked before it takes part."""
+        return self.is_here and isinstance(self.health, Awaited)
+
+    @property
+    def is_reserve(self) -> bool:
+        """Return whether it is here, and only used if the job cannot do without it."""
+        return self.is_last_resort and self.alive and isinstance(self.link, Linked)
+
+    @property
+    def stays(self) -> bool:
+        """Return whether it is alive, not leaving and not left out for a broken link."""
+        return isinstance(self.standing, Present) and not isinstance(self.health, CutOff)
+
+    @property
+    def unlinked_until(self) -> float | None:
+        """Return when its broken connection must be back; None if it is connected, or gone."""
+        return self.link.deadline if self.alive and isinstance(self.link, Unlinked) else None
+
+    @property
     def doubtful(self) -> bool:
-        """Present, but its connection is broken and the verdict is still out."""
+        """Return whether it is present, but its connection is broken and it may be declared lost."""
         return isinstance(self.standing, Present) and isinstance(self.link, Unlinked)
 
 
@@ -205,7 +248,7 @@ class Gathering(msgspec.Struct, frozen=True, tag="gathering"):
 
 
 class Serving(msgspec.Struct, frozen=True, tag="serving"):
-    """`Job.view` is in force."""
+    """`JobState.view` is in force."""
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished"):
@@ -226,167 +269,299 @@ class Incident:
     cause: str
     view_before: int
     happened_at: float
-    """As far as is known, from failures' own times and nodes' last signs of life."""
+    """As far as is known, from failures' own times and when nodes were last heard."""
     detected_at: float
     decided_view: int = 0
     decided_at: float = 0.0
     strategy: Strategy | None = None
     why: str = ""
     rebuilt_at: float = 0.0
+    nodes_awaited_until: float = 0.0
+    """How long the survivors wait for a replacement, with the view in force; 0: they do not."""
     failures: list[Failure] = field(default_factory=list)
     failures_dropped: int = 0
+    failed: set[tuple[int, int]] = field(default_factory=set)
+    """View and rank of each of them, also of those that were dropped: none is counted twice."""
     tries: dict[Strategy, int] = field(default_factory=dict)
     """How often each strategy was chosen."""
+    tries_for: dict[tuple[Strategy, str], int] = field(default_factory=dict)
+    """How often for what (rung_tries.py)."""
+    losses: dict[str, int] = field(default_factory=dict)
+    """How often each node was lost in it."""
     answered: set[tuple[Strategy, str]] = field(default_factory=set)
-    """Which failures (troubles.marks) it was chosen for: one that comes back is not answered by the same rung again."""
+    """Which failures (problems.marks) it was chosen for: one that comes back is not answered by the same rung again."""
+    newcomers: dict[tuple[str, int], Strategy] = field(default_factory=dict)
+    """Workers (node, local rank) that this recovery has brought in, and by which rung. Until a step is committed their
+    failures say more about how they were made than about the job."""
+    has_spare_failed: bool = False
+    """Whether a parked spare was given a rank and then failed by itself: the next one would too."""
 
 
 @dataclass
-class Job:
-    """Everything the master knows."""
+class LinkProbe:
+    """A question to the members of a view: whom they cannot reach (health/peer_links.py)."""
 
-    job_id: str = ""
-    settings: Settings = field(default_factory=Settings)
-    asked: Settings = field(default_factory=Settings)
-    """As it was created: what agents were started with, whatever it was resized to since."""
-    created_at: float = 0.0
-    term: int = 0
-    phase: Phase = Gathering(since=0.0, deadline=0.0, why="the job has not been created")
-    nodes: dict[str, Node] = field(default_factory=dict)
-    joins: int = 0
-    """How many joins there have been: the next node's place in the order."""
-    view: View | None = None
-    """The view in force, or while gathering the last one, whose ranks are kept where possible."""
-    members: dict[str, Member] = field(default_factory=dict)
-    """Its members by node."""
-    formed_at: float = 0.0
-    """When it was formed."""
+    deadline: float
+    unreachable: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """By member that has answered."""
+    is_judged: bool = False
+    broken: tuple[tuple[str, str], ...] = ()
+    why_kept: str = ""
+
+
+@dataclass
+class ViewProgress:
+    """What is known of the workers of the view in force. A new view starts with an empty one."""
+
     released: dict[str, str] = field(default_factory=dict)
-    """Lives (by node) that the view in force left out by plan: their workers leave at the step boundary."""
-    restarts_used: int = 0
+    """By node: incarnations that the view left out by plan. Their workers leave at the step boundary."""
     started: set[str] = field(default_factory=set)
-    """Nodes whose workers all run in the current view."""
-    done: set[tuple[str, int]] = field(default_factory=set)
-    """Workers (node, local rank) of the current view that succeeded."""
-    failed: dict[tuple[str, int], Failure] = field(default_factory=dict)
-    """Workers of the current view that failed, but for those of nodes on their way out."""
-    held: dict[tuple[str, int], Stumble] = field(default_factory=dict)
-    """Workers of the current view whose step failed; they live, and wait for a view."""
-    stuck: dict[str, WorkersStuck] = field(default_factory=dict)
-    """Nodes of the current view on which nothing moves."""
+    """Nodes whose workers all run."""
+    succeeded: set[WorkerKey] = field(default_factory=set)
+    """Workers that ended with exit code zero."""
+    failed: dict[WorkerKey, Failure] = field(default_factory=dict)
+    """Workers that failed, except those of nodes on their way out."""
+    interrupted: dict[WorkerKey, StepError] = field(default_factory=dict)
+    """Workers whose step failed; their processes live and wait for the next view."""
+    echoes: set[WorkerKey] = field(default_factory=set)
+    """Further workers whose steps were interrupted by what happened to others. Not journaled one by one."""
+    failing: dict[WorkerKey, WorkerFailingRecord] = field(default_factory=dict)
+    """Workers whose script has failed and whose process is about to end."""
+    stalled: dict[str, WorkersStalledRecord] = field(default_factory=dict)
+    """By node: its last report that none of its workers makes progress. It holds until the node reports that something
+    moves there."""
+    waiting: set[str] = field(default_factory=set)
+    """Nodes all of whose workers wait for other ranks, for longer than a step takes. Not journaled: if it lasts, the
+    nodes report a stall."""
+    link_probe: LinkProbe | None = None
+    """What the members know of the links between them, once they were asked."""
+    slow_links: set[frozenset[str]] = field(default_factory=set)
+    """Links that were found to be slow, each named once."""
     failing_since: float = 0.0
-    """When the first of the current view's failures, failed steps and stalls was recorded."""
-    session: SessionInfo | None = None
-    """What kind of state the workers have, as last said; None while, or if, they do not speak to Holdfast."""
-    settled: set[str] = field(default_factory=set)
-    """Nodes whose workers are all in the current view, with state."""
-    settled_at: float = 0.0
-    """When the last of them was; 0 while one is missing."""
+    """When the first failure, interrupted step or stall was recorded. Before there is any: when something was last
+    reported that may make the view impossible to repair (a worker ended, or holds less state than was assumed)."""
+    joined: set[str] = field(default_factory=set)
+    """Nodes whose workers have all joined the view, with state."""
+    all_joined_at: float = 0.0
+    """When the last node joined; 0 while one is missing."""
     is_closed: bool = False
-    """Whether the workers of this view have made all their steps."""
-    proved: int = -1
-    """The first step committed in the current view; -1 before."""
-    layout: Layout | None = None
-    """How the state of those who settled in the current view is cut."""
-    crew: dict[str, Seats] = field(default_factory=dict)
-    """By node of the current view: what its living workers hold, also from views before."""
-    crew_before: dict[str, Seats] = field(default_factory=dict)
-    """The same of the view before, for news of it that come late."""
-    ledger: Ledger = field(default_factory=Ledger)
-    """Which samples the committed steps were made of."""
-    placement: Placement = NOWHERE
-    """Which nodes of the view keep whose snapshots. Follows from the views there were, so no record tells it."""
-    parity: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """The same where they are kept as parity: the group of each."""
-    streams: Streams = field(default_factory=Streams)
-    """Which shards were leased, and which could not be read."""
-    images: dict[str, tuple[KeptImage, ...]] = field(default_factory=dict)
-    """By node that is alive: what of the state is in its memory."""
-    pacings: dict[str, Pacing] = field(default_factory=dict)
-    """By node: how its snapshots are made."""
-    checkpoint: int = -1
+    """Whether the workers have left their training loop."""
+    first_committed: int = -1
+    """The first step that was committed in the view; -1 before."""
+    layout: ShardLayout | None = None
+    """How the state of the nodes that joined is sharded."""
+    holders: dict[str, NodeHolders] = field(default_factory=dict)
+    """By node: what state its live workers hold, including state from earlier views."""
+    holders_before: dict[str, NodeHolders] = field(default_factory=dict)
+    """The same for the view before, for reports about it that arrive late."""
+    step_times: dict[WorkerKey, float] = field(default_factory=dict)
+    """Each worker's own time in a step, as last reported."""
+    step_time_norm: tuple[float, float, float] = (0.0, 0.0, 1.0)
+    """When it was last computed, the ranks' median step time, and its deviation; used where there are many ranks."""
+    slow_reports: dict[WorkerKey, int] = field(default_factory=dict)
+    """In how many reports in a row each worker was slower than the others; only of those that were in the last."""
+    stragglers: dict[WorkerKey, float] = field(default_factory=dict)
+    """The stragglers that were found, each with its speed as a share of the usual one."""
+
+
+@dataclass
+class TrainingState:
+    """Where the workers' training state is, and how safe it is."""
+
+    session: SessionInfo | None = None
+    """What kind of state the workers have, as last reported; None if they do not use Holdfast, or have not said."""
+    committed: int = -1
+    """The highest step that is known to have been committed in any view."""
+    repeated: int = 0
+    """How many committed steps were made again because the state after them was lost."""
+    placement: ReplicaPlacement = NOWHERE
+    """Which nodes of the view keep whose snapshots. It follows from the views there were, so no record contains it."""
+    parity_groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """By node: its parity group, where snapshots are kept as parity."""
+    images: dict[str, tuple[ImageReport, ...]] = field(default_factory=dict)
+    """By live node: the images in its memory."""
+    images_heard: int = 0
+    """How many reports of images have come since all were last looked at together."""
+    snapshot_stats_by_node: dict[str, SnapshotStats] = field(default_factory=dict)
+    checkpoint_step: int = -1
     """The step of the newest checkpoint of this job."""
     checkpoint_url: str = ""
+    resumed_step: int = -1
+    """The step at which all ranks last started from a state that was saved before; -1: they never did."""
+    resumed_from: str = ""
+    """Where it came from: a checkpoint, or the nodes' memory."""
+    resumed_view: int = 0
     reloaded: int = -1
     """The step in memory that all workers last started from without using up a restart."""
-    safety: Safety = Safety()
-    """As last written down."""
-    safety_at: float = 0.0
-    pacing: Pacing = Pacing()
-    """Of all nodes, written down with it."""
-    noted: list[Noted] = field(default_factory=list)
-    """The last failures, in short."""
-    paces: dict[tuple[str, int], float] = field(default_factory=dict)
-    """Workers' own time in a step, as last reported in this view."""
-    pace_norm: tuple[float, float, float] = (0.0, 0.0, 1.0)
-    """When it was last looked, what ranks take, and how much they differ; where there are many."""
-    slow: dict[tuple[str, int], int] = field(default_factory=dict)
-    """In how many reports in a row each was slower than the others."""
-    stragglers: dict[tuple[str, int], float] = field(default_factory=dict)
-    """Those of this view that are known, each with its pace as a share of the usual one."""
-    formed_times: list[float] = field(default_factory=list)
-    """When the last views were formed."""
-    cordons: list[NodeCordoned] = field(default_factory=list)
-    """Nodes that were sent away for a fault."""
-    cleared: set[str] = field(default_factory=set)
-    """Those of them that were not to blame after all."""
+    durability: Durability = Durability()
+    """As last written to the journal."""
+    durability_at: float = 0.0
+    snapshot_stats: SnapshotStats = SnapshotStats()
+    """Of all nodes together, written to the journal with the durability."""
+
+
+@dataclass
+class DataState:
+    """What is known of the training data that the steps used."""
+
+    audit: SampleAudit = field(default_factory=SampleAudit)
+    """Which samples the committed steps were made of."""
+    streams: Streams = field(default_factory=Streams)
+    """Which shards were leased, and which could not be read."""
+
+
+@dataclass
+class NodeChecks:
+    """The checks of nodes (health/)."""
+
     checkup: Checkup | None = None
-    """The check of nodes under way. It is not journaled, only what came of it."""
-    checkups: int = 0
-    """How many this term has begun."""
-    checked: NodesChecked | None = None
-    """The last check that is over."""
+    """The check under way. It is not journaled, only its result is."""
+    started: int = 0
+    """How many checks this term of the master has started."""
+    last: CheckConcluded | None = None
+    """The last check that was completed."""
     norms: dict[Stage, Norm] = field(default_factory=dict)
-    """What the stages of checks take on the nodes of this job."""
-    incident: Incident | None = None
-    incidents: list[IncidentClosed] = field(default_factory=list)
-    incidents_opened: int = 0
+    """How long the stages of checks take on the nodes of this job."""
+
+
+@dataclass
+class IncidentHistory:
+    """What went wrong so far, and what was done about it."""
+
+    current: Incident | None = None
+    closed: list[IncidentClosed] = field(default_factory=list)
+    opened: int = 0
     faults: int = 0
-    """How many of them were not by request."""
+    """How many of the incidents were not planned changes."""
+    restarts_used: int = 0
+    past_failures: list[PastFailure] = field(default_factory=list)
+    """The last failures, in short."""
+    cordons: list[NodeCordoned] = field(default_factory=list)
+    """Nodes that were evicted for a fault."""
+    cleared: set[str] = field(default_factory=set)
+    """The incarnations of them that turned out not to be at fault."""
+    views_formed_at: list[float] = field(default_factory=list)
+    """When the last views were formed."""
     node_s: float = 0.0
     """How long nodes were in views before the one in force, all together."""
     faults_per_node_day: float = FAULTS_PER_NODE_DAY
-    """As far as it was known when the view in force was formed."""
+    """The estimated fault rate when the view in force was formed."""
+
+
+@dataclass
+class JobState:
+    """Everything the master knows about its job. The first fields are its membership."""
+
+    job_id: str = ""
+    settings: Settings = field(default_factory=Settings)
+    created_settings: Settings = field(default_factory=Settings)
+    """The settings at creation, with which agents are started, whatever the job was resized to since."""
+    created_at: float = 0.0
+    recorded_at: float = 0.0
+    """The latest time of a record."""
+    term: int = 0
+    phase: Phase = Gathering(since=0.0, deadline=0.0, why="the job has not been created")
+    nodes: dict[str, Node] = field(default_factory=dict)
+    bans: dict[str, float] = field(default_factory=dict)
+    """By node that is a last resort: when its machine's ban runs out."""
+    join_count: int = 0
+    """How many joins there have been: the next node's position in the join order."""
+    view: View | None = None
+    """The view in force; while gathering, the last one, whose ranks are kept where possible."""
+    members: dict[str, Member] = field(default_factory=dict)
+    """Its members by node."""
+    progress: ViewProgress = field(default_factory=ViewProgress)
+    state: TrainingState = field(default_factory=TrainingState)
+    data: DataState = field(default_factory=DataState)
+    checks: NodeChecks = field(default_factory=NodeChecks)
+    incidents: IncidentHistory = field(default_factory=IncidentHistory)
+    sets: NodeSets = field(default_factory=NodeSets)
+    held: HeldShards = field(default_factory=HeldShards)
+    """Both follow from the other fields (node_sets.py)."""
 
     @property
-    def is_through(self) -> bool:
-        """Whether all workers have succeeded; or all that ever had a part in it, in a change by plan for which
-        newcomers came too late: the others had made their last step, and nobody will meet them."""
+    def formed_at(self) -> float:
+        """Return when the last view was formed; 0 before the first."""
+        return self.incidents.views_formed_at[-1] if self.incidents.views_formed_at else 0.0
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether all workers have succeeded. In a planned change whose new workers came too late, those that
+        held state are enough: they have made their last step and will not join the view."""
         assert self.view is not None
-        if len(self.done) == self.view.world_size:
+        progress = self.progress
+        if len(progress.succeeded) == self.view.world_size:
             return True
-        if not self.done or not (self.view.kept and self.view.planned) or self.proved >= 0:
+        is_planned = self.view.keeps_workers and self.view.planned
+        if not progress.succeeded or not is_planned or progress.first_committed >= 0:
             return False
-        left = [(m.node_id, i) for m in self.view.members for i in range(m.workers) if (m.node_id, i) not in self.done]
-        return not any(i < len(seats := self.crew.get(node_id, ())) and seats[i] is not None for node_id, i in left)
+        workers = ((m.node_id, i) for m in self.view.members for i in range(m.workers))
+        left = [worker for worker in workers if worker not in progress.succeeded]
+        return not any(i < len(held := progress.holders.get(n, ())) and held[i] is not None for n, i in left)
 
     @property
-    def stall(self) -> dict[str, WorkersStuck]:
-        """The reports of a stall, once every member with workers left has sent one and they are of the same time. A
-        node whose workers are busy sends none: then the others wait for it, and nothing is wrong."""
-        newest_at = max((report.at for report in self.stuck.values()), default=0.0)
-        together = {n: s for n, s in self.stuck.items() if s.at >= newest_at - self.settings.stall_window_s}
-        at_work = {
-            m.node_id for m in self.members.values() if any((m.node_id, i) not in self.done for i in range(m.workers))
+    def stall(self) -> dict[str, WorkersStalledRecord]:
+        """Return the reports of a stall, if nothing moves on any member with workers left; else none. A node whose
+        workers are busy reports nothing: then the others wait for it, and nothing is wrong. Where a worker is asleep
+        it is enough that the other nodes' workers wait."""
+        return self.stall_if(self.progress.waiting)
+
+    @property
+    def joins_slowly(self) -> bool:
+        """Return whether all wait for one another on their way into a view. That may be because state is sent over a
+        slow network, so it is a stall only after `joining_stall_s`."""
+        return self._all_join(self._standing_still(self.progress.waiting))
+
+    def stall_if(self, waiting: Collection[str]) -> dict[str, WorkersStalledRecord]:
+        """Return the reports of a stall, if the workers of these nodes wait for other ranks. Which do is not journaled:
+        `evolve`, which must come to the same result from the journal, asks with all members, or none."""
+        reports = self._standing_still(waiting)
+        lasted_s = min((report.stalled_s for report in reports.values()), default=0.0)
+        return {} if self._all_join(reports) and lasted_s < self.settings.joining_stall_s else reports
+
+    def _all_join(self, reports: dict[str, WorkersStalledRecord]) -> bool:
+        vectors = [vector for report in reports.values() for vector in report.worker_progress]
+        return bool(vectors) and all(vector.joining and vector.waiting for vector in vectors)
+
+    def _standing_still(self, waiting: Collection[str]) -> dict[str, WorkersStalledRecord]:
+        """Return the reports if nothing moves on any member, and a rank or a node waits for that."""
+        progress, reports = self.progress, self.progress.stalled
+        interrupted = [*progress.interrupted, *progress.echoes] if reports else []
+        heard = len(reports) + len(interrupted) + len(waiting) + len(progress.succeeded)
+        if not reports or heard < len(self.members):
+            return {}  # whatever they say, others have said nothing
+        vectors = [vector for report in reports.values() for vector in report.worker_progress]
+        still = {*reports, *(n for n, _ in interrupted)}
+        if len(progress.interrupted) >= ECHOES_LISTED_MAX:
+            still |= set(waiting)  # `evolve` does not know of the others, so it counts on all
+        if any(vector.asleep for vector in vectors):
+            still |= set(waiting)
+            is_waited_for = waiting or progress.interrupted or not all(vector.asleep for vector in vectors)
+            if not is_waited_for and not all(report.is_overdue for report in reports.values()):
+                return {}  # all of them sleep: a script may do that
+        unfinished = {
+            m.node_id
+            for m in self.members.values()
+            if any((m.node_id, i) not in progress.succeeded for i in range(m.workers))
         }
-        if not any(not vector.joining for report in together.values() for vector in report.vectors):
-            return {}
-        return together if at_work <= {*together, *(n for n, _ in self.held)} else {}
+        return dict(reports) if unfinished <= still else {}
 
     @property
     def able(self) -> list[Node]:
-        """Nodes that the job can count on: those that may take part in the next view, and members that are suspected
-        (health/suspects.py), which work on and may take part once they have passed their check."""
-        return [node for node in self.nodes.values() if node.eligible or self.is_suspect(node)]
+        """Return the nodes that the job can count on: those that may take part in the next view, and suspected members
+        (health/checkup.py), which work on and may take part once they have passed their check."""
+        suspects = {node_id for node_id in self.sets.awaited if self.is_suspect(self.nodes[node_id])}
+        found = [self.nodes[node_id] for node_id in suspects | self.sets.eligible.keys()]
+        return sorted(found, key=lambda node: node.join_order)
 
     def is_suspect(self, node: Node) -> bool:
-        """Whether this life of the node has a place in the view, and is to be checked before it has one in a view in
-        which all workers start anew."""
+        """Return whether this incarnation of the node is a member of the view and must be checked before it takes part
+        in a view in which all workers start again."""
         member = self.members.get(node.node_id)
-        is_at_work = member is not None and member.incarnation == node.incarnation
-        return is_at_work and node.is_here and isinstance(node.health, Awaited)
+        is_working = member is not None and member.incarnation == node.incarnation
+        return is_working and node.is_here and isinstance(node.health, Awaited)
 
     def live(self, node_id: str, incarnation: str) -> Node | None:
-        """The node, if this life of it is the current one and not over."""
+        """Return the node, if this incarnation of it is the current one and alive."""
         node = self.nodes.get(node_id)
         return node if node and node.incarnation == incarnation and node.alive else None

@@ -16,28 +16,29 @@ from collections.abc import Iterable
 import msgspec
 
 from holdfast.core import records as r
-from holdfast.core.conclude import conclude
 from holdfast.core.decide import decide
 from holdfast.core.events import Event
 from holdfast.core.evolve import evolve
-from holdfast.core.orders import Addressed, orders
+from holdfast.core.invariants import check_next
+from holdfast.core.orders import Addressed, check_orders, orders
+from holdfast.core.policy import conclude
 from holdfast.core.settings import Settings
-from holdfast.core.state import Job
+from holdfast.core.state import JobState
 
 CONCLUSIONS_MAX = 100_000
 """More than this in one transaction means that the policy goes round in circles: a bug."""
 
 
-class Transaction(msgspec.Struct, frozen=True):
+class Turn(msgspec.Struct, frozen=True):
     """What came of a batch of events."""
 
     records: list[r.Record]
     orders: list[Addressed]
 
 
-def transact(job: Job, events: Iterable[Event], now: float) -> Transaction:
-    """Take the events in, all of them before anything is concluded: a complete picture decides better."""
-    done = Transaction([], [])
+def transact(job: JobState, events: Iterable[Event], now: float) -> Turn:
+    """Apply all events before anything is concluded, as a complete picture decides better."""
+    done = Turn([], [])
     for event in events:
         for record in decide(job, event, now):
             _apply(job, record, done)
@@ -46,29 +47,32 @@ def transact(job: Job, events: Iterable[Event], now: float) -> Transaction:
         if conclusion is None:
             return done
         _apply(job, conclusion, done)
-    raise AssertionError("the policy does not come to an end")
+    raise AssertionError("the policy does not terminate")
 
 
-def begin(job: Job, job_id: str, settings: Settings, now: float) -> Transaction:
+def begin(job: JobState, job_id: str, settings: Settings, now: float) -> Turn:
     """Open the next term of a job, creating the job in its first."""
-    done = Transaction([], [])
+    done = Turn([], [])
     if job.term == 0:
         _apply(job, r.JobCreated(at=now, job_id=job_id, settings=settings), done)
         deadline = now + settings.join_timeout_s
-        _apply(job, r.GatheringBegan(at=now, deadline=deadline, why="no node is here yet"), done)
+        _apply(job, r.GatheringBegan(at=now, deadline=deadline, why="not enough nodes have joined yet"), done)
     _apply(job, r.TermBegan(at=now, term=job.term + 1), done)
     return done
 
 
-def replay(records: Iterable[r.Record]) -> Job:
-    """The job as its journal tells it."""
-    job = Job()
+def replay(records: Iterable[r.Record]) -> JobState:
+    """Return the job that a journal describes."""
+    job = JobState()
     for record in records:
         evolve(job, record)
     return job
 
 
-def _apply(job: Job, record: r.Record, done: Transaction) -> None:
+def _apply(job: JobState, record: r.Record, done: Turn) -> None:
+    check_next(job, record)
     evolve(job, record)
     done.records.append(record)
-    done.orders.extend(orders(job, record))
+    following = orders(job, record)
+    check_orders(following)
+    done.orders.extend(following)

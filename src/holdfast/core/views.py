@@ -3,21 +3,21 @@
 The rule of stable ranks, when a view follows another:
 
 1. A node that stays keeps its group rank, if that rank still exists in the new size.
-2. A node that asked for a rank (`--node-rank`) gets it, if nobody who stays holds it.
+2. A node that asked for a rank (`--node-rank`) gets it, if no node that stays has it.
 3. The rest fill the free ranks from the lowest, in the order in which they joined.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from holdfast.core.ladder import Strategy
+from holdfast.core.strategies import Strategy
 
 
-class Member(msgspec.Struct, frozen=True, kw_only=True):
+class Member(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One node's place in a view. Its workers hold the ranks first_rank .. first_rank + workers - 1."""
 
     node_id: str
@@ -40,19 +40,19 @@ class View(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     store_host: str
     store_port: int
     restart_count: int
-    kept: bool = False
-    """Workers that live stay and get new places; else all of them start anew."""
+    keeps_workers: bool = False
+    """Live workers stay and get new ranks; else all of them restart."""
     planned: bool = False
     """Nothing is wrong: the workers change over at a step boundary."""
     strategy: Strategy | None = None
-    """By which it came about; None for a first view or a change that nobody needed."""
+    """By which it came about; None for a first view or a restart."""
     replaced: tuple[tuple[str, int], ...] = ()
     """Workers (node, local rank) that live but hang, and are ended."""
     weights: tuple[float, ...] = ()
     """By rank, how large its share of the global batch is; the largest is 1. Empty: all alike."""
 
 
-class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+class NodeCandidate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What the assignment of ranks needs to know of a node."""
 
     node_id: str
@@ -63,67 +63,81 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     join_order: int
     current_rank: int | None
     preference: int = 0
-    """The smaller, the better its name."""
+    """The smaller, the better its reputation."""
 
 
-def choose(candidates: Iterable[Candidate], nodes_max: int) -> list[Candidate]:
-    """Those who take part when there are too many: who is in stays in, then who has the better name, then first come,
-    first served."""
+def choose(candidates: Iterable[NodeCandidate], nodes_max: int) -> list[NodeCandidate]:
+    """Return the nodes that take part when there are too many: members stay, then better reputation, then join
+    order."""
     ranked = sorted(candidates, key=lambda c: (c.current_rank is None, c.preference, c.join_order))
     return ranked[:nodes_max]
 
 
-def assign_group_ranks(chosen: Sequence[Candidate]) -> list[Candidate]:
-    """The candidates in the order of their new group ranks, by the rule of stable ranks."""
+def assign_group_ranks(chosen: Sequence[NodeCandidate]) -> list[NodeCandidate]:
+    """Return the candidates in the order of their new group ranks, by the rule of stable ranks."""
     size = len(chosen)
-    seats: list[Candidate | None] = [None] * size
-    waiting: list[Candidate] = []
+    by_rank: list[NodeCandidate | None] = [None] * size
+    waiting: list[NodeCandidate] = []
 
-    def seat(candidate: Candidate, rank: int | None) -> None:
-        if rank is not None and 0 <= rank < size and seats[rank] is None:
-            seats[rank] = candidate
+    newcomers = sorted((c for c in chosen if c.current_rank is None), key=lambda c: c.join_order)
+    stay = ((c, c.current_rank) for c in chosen if c.current_rank is not None)
+    for candidate, rank in (*stay, *((c, c.requested_rank) for c in newcomers)):
+        if rank is not None and 0 <= rank < size and by_rank[rank] is None:
+            by_rank[rank] = candidate
         else:
             waiting.append(candidate)
-
-    for candidate in chosen:
-        if candidate.current_rank is not None:
-            seat(candidate, candidate.current_rank)
-    for candidate in sorted(chosen, key=lambda c: c.join_order):
-        if candidate.current_rank is None:
-            seat(candidate, candidate.requested_rank)
     queue = iter(sorted(waiting, key=lambda c: c.join_order))
-    return [seated if seated is not None else next(queue) for seated in seats]
+    return [placed if placed is not None else next(queue) for placed in by_rank]
 
 
-def seat_members(ordered: Sequence[Candidate]) -> tuple[Member, ...]:
-    """Members with their ranks, from candidates in group-rank order."""
+def make_members(ordered: Sequence[NodeCandidate]) -> tuple[Member, ...]:
+    """Return members with their ranks, from candidates in group-rank order."""
     role_sizes: dict[str, int] = {}
     for candidate in ordered:
         role_sizes[candidate.role] = role_sizes.get(candidate.role, 0) + candidate.workers
     members: list[Member] = []
     first_rank = 0
+    has_roles = len(role_sizes) > 1
     role_next: dict[str, int] = dict.fromkeys(role_sizes, 0)
     for group_rank, candidate in enumerate(ordered):
+        role, workers = candidate.role, candidate.workers
         members.append(
             Member(
                 node_id=candidate.node_id,
                 incarnation=candidate.incarnation,
                 group_rank=group_rank,
                 first_rank=first_rank,
-                workers=candidate.workers,
-                role=candidate.role,
-                role_first_rank=role_next[candidate.role],
-                role_world_size=role_sizes[candidate.role],
+                workers=workers,
+                role=role,
+                role_first_rank=role_next[role] if has_roles else first_rank,
+                role_world_size=role_sizes[role],
             )
         )
-        first_rank += candidate.workers
-        role_next[candidate.role] += candidate.workers
+        first_rank += workers
+        if has_roles:
+            role_next[role] += workers
     return tuple(members)
 
 
+def reassign_local_ranks(live: Mapping[int, bool], workers_before: int, workers: int) -> dict[int, int]:
+    """Return the new local rank of each live worker of a node in a view that keeps its workers; a worker without one
+    has to go. `live` says of each old local rank whether its worker has joined a view.
+
+    1. If the node has as many workers as before, or more, each keeps its local rank: those of the dead are filled.
+    2. If it has fewer, the live workers close up in order: 0, 2, 3 become 0, 1, 2. If there are still too many, those
+       that have never joined a view go first, then the highest.
+
+    The agent assigns by this rule, and the master counts on it (core/state_coverage.py)."""
+    if workers >= workers_before:
+        return {local_rank: local_rank for local_rank in live}
+    staying = sorted(live, key=lambda local_rank: (not live[local_rank], local_rank))[:workers]
+    return {local_rank: index for index, local_rank in enumerate(sorted(staying))}
+
+
 def ring_partner(first_ranks: Sequence[int], world_size: int, rank: int, nth: int) -> int:
-    """The rank that keeps the n-th copy of this rank's shard: on the next node of the ring where there is more than
-    one, so that the copy outlives the node; else the next rank. Workers and master count by this same rule."""
+    """Return the rank that keeps the n-th copy of this rank's shard: on the next node of the ring where there is more
+    than one, so that the copy survives the loss of the node; else the next rank. Workers and the master use this same
+    rule."""
     if len(first_ranks) < 2:
         return (rank + nth) % world_size
     node = bisect_right(first_ranks, rank) - 1

@@ -6,9 +6,9 @@
                {"__key__": "a/0001", "jpg": b"…", "json": b"…"}; they must follow one another, as webdataset writes them
     parquet    one row is one record, a dictionary; needs pyarrow
 
-A shard of lines that is not packed can be cut into ranges of bytes: a range has the lines that begin in it, so that
-ranges side by side have each line once. What stands before the wanted record is passed over without being parsed:
-lines are counted, a tar's contents are not read, and Parquet's row groups are skipped whole.
+A shard of lines that is not packed can be split into ranges of bytes: a range has the lines that begin in it, so that
+ranges side by side have each line once. The records before the wanted one are skipped without being parsed:
+lines are counted, a tar's contents are not read, and Parquet's row groups are skipped entirely.
 
 A file that ends in the middle, or cannot be parsed, raises: the caller decides what becomes of the shard.
 """
@@ -24,12 +24,19 @@ import lzma
 import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, Self
 
 from holdfast.errors import UsageError
 
 LINE_BYTES_MAX = 2**28
 """A longer line is no record but another kind of file."""
+MEMBER_BYTES_MAX = 2**31
+"""A larger member of a tar is no record: its size is believed before its bytes are read."""
+TAR_HEADER_BYTES_MAX = 2**20
+"""Of what a tar says of a member before it, its long name for instance: it is read into memory at once."""
+TAR_HEADERS = frozenset(
+    {tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE}
+)
 ROWS_AT_A_TIME = 1_024
 PACKED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 ENDINGS = {
@@ -44,19 +51,19 @@ ENDINGS = {
 
 
 class Shard(NamedTuple):
-    """A file, or a range of its bytes."""
+    """A file or a range of its bytes."""
 
     path: str
     begin: int
     end: int
     size_bytes: int
-    """Of the whole file, as a mark of its identity."""
+    """The size of the file, which is part of its identity."""
 
     @property
     def name(self) -> str:
-        """By which people and the journal know it."""
-        is_whole = self.begin == 0 and self.end == self.size_bytes
-        return self.path if is_whole else f"{self.path}[{self.begin}:{self.end}]"
+        """Return the name that people and the journal use for it."""
+        is_full_file = self.begin == 0 and self.end == self.size_bytes
+        return self.path if is_full_file else f"{self.path}[{self.begin}:{self.end}]"
 
 
 Opener = Callable[[Shard, int], Iterator[Any]]
@@ -64,7 +71,7 @@ Opener = Callable[[Shard, int], Iterator[Any]]
 
 
 def opener(name: str) -> Opener:
-    """Of a format, by its name."""
+    """Return the reader of a format, by its name."""
     if name not in OPENERS:
         raise UsageError(f"there is no format {name!r}; there are {', '.join(OPENERS)}, or give a function")
     if name == "parquet" and importlib.util.find_spec("pyarrow") is None:
@@ -73,7 +80,7 @@ def opener(name: str) -> Opener:
 
 
 def format_of(path: str) -> str:
-    """The format that a file's name speaks of."""
+    """Return the format that a file's name implies."""
     name = PurePosixPath(path)
     ending = PurePosixPath(name.stem).suffix if name.suffix in PACKED else name.suffix
     if ending not in ENDINGS:
@@ -82,7 +89,7 @@ def format_of(path: str) -> str:
 
 
 def shards_of(path: str, format_name: str, split_bytes: int | None) -> list[Shard]:
-    """The file as one shard, or cut into ranges of about so many bytes, where that is possible."""
+    """Return the file as one shard, or as ranges of about `split_bytes`, where that is possible."""
     try:
         size = Path(path).stat().st_size
     except OSError as error:
@@ -98,19 +105,19 @@ def shards_of(path: str, format_name: str, split_bytes: int | None) -> list[Shar
 
 
 def read_text(shard: Shard, first: int) -> Iterator[str]:
-    """Lines as strings."""
+    """Yield lines as strings."""
     for line in _lines(shard, first):
         yield line.decode()
 
 
 def read_jsonl(shard: Shard, first: int) -> Iterator[Any]:
-    """Lines as what they say."""
+    """Yield lines parsed as JSON."""
     for line in _lines(shard, first):
         yield json.loads(line)
 
 
 def _lines(shard: Shard, first: int) -> Iterator[bytes]:
-    """An empty line is a record too, so that counting needs no parsing."""
+    """Yield lines. An empty line is a record too, so that counting needs no parsing."""
     unpack = _unpack(shard.path)
     if unpack is not None:
         with unpack(shard.path, "rb") as packed:
@@ -151,10 +158,12 @@ def _check_size(file: IO[bytes], shard: Shard) -> None:
 
 
 def read_tar(shard: Shard, first: int) -> Iterator[dict[str, Any]]:
-    """Groups of members. The contents of those before `first` are not read."""
+    """Yield groups of members. The contents of those before `first` are not read."""
     with Path(shard.path).open("rb") as file:
         _check_size(file, shard)
-        with tarfile.open(fileobj=file, mode="r:*") as archive:
+        with tarfile.open(fileobj=file, mode="r:*", tarinfo=_BoundedTarInfo) as archive:
+            is_packed = archive.fileobj is not file
+            limit = MEMBER_BYTES_MAX if is_packed else min(MEMBER_BYTES_MAX, shard.size_bytes)
             number, key = -1, ""
             record: dict[str, Any] = {}
             for member in _members(archive):
@@ -164,9 +173,20 @@ def read_tar(shard: Shard, first: int) -> Iterator[dict[str, Any]]:
                         yield record
                     number, key, record = number + 1, found, {"__key__": found}
                 if number >= first:
-                    record[field] = _content(archive, member)
+                    record[field] = _content(archive, member, limit)
             if number >= first:
                 yield record
+
+
+class _BoundedTarInfo(tarfile.TarInfo):
+    """A member whose own header is small: tarfile believes any size, and reads as much."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        found = super().frombuf(buf, encoding, errors)
+        if found.type in TAR_HEADERS and found.size > TAR_HEADER_BYTES_MAX:
+            raise ValueError(f"a header claims {found.size:,} bytes; {TAR_HEADER_BYTES_MAX:,} are allowed")
+        return found
 
 
 def _members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
@@ -176,7 +196,12 @@ def _members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
             yield member
 
 
-def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+def _content(archive: tarfile.TarFile, member: tarfile.TarInfo, limit: int) -> bytes:
+    """Return the bytes of a member, of which a header of a few bytes can claim any size."""
+    if member.issparse():
+        raise ValueError(f"{member.name:.200} is stored with holes: write the archive without --sparse")
+    if member.size > limit:
+        raise ValueError(f"{member.name:.200} claims {member.size:,} bytes; {limit:,} are allowed")
     file = archive.extractfile(member)
     content = file.read() if file else b""
     if len(content) != member.size:
@@ -185,7 +210,7 @@ def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
 
 
 def _key_of(name: str) -> tuple[str, str]:
-    """a/b.c.d is field c.d of the record a/b."""
+    """Return the record and the field of a member: a/b.c.d is field c.d of the record a/b."""
     path = PurePosixPath(name)
     stem, _, field = path.name.partition(".")
     return str(path.parent / stem), field
@@ -195,7 +220,7 @@ def _key_of(name: str) -> tuple[str, str]:
 
 
 def read_parquet(shard: Shard, first: int) -> Iterator[dict[str, Any]]:
-    """Rows."""
+    """Yield rows."""
     from pyarrow import parquet  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
     with Path(shard.path).open("rb") as raw:
@@ -207,7 +232,7 @@ def read_parquet(shard: Shard, first: int) -> Iterator[dict[str, Any]]:
 
 
 def _groups_from(file: Any, first: int) -> tuple[list[int], int]:
-    """The row groups that have this row and those after it, and how many rows stand before them."""
+    """Return the row groups from the one with this row on, and how many rows come before them."""
     before = 0
     for group in range(file.num_row_groups):
         rows = file.metadata.row_group(group).num_rows

@@ -24,29 +24,29 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any, Protocol
 
-from holdfast.data.cursor import Cursor, own_place, size_of
-from holdfast.data.fetching import Collate, Feed, Transform
-from holdfast.data.handing import Handed, Handing, Weight
+from holdfast.data.batch_source import BatchInfo, BatchSource, Weight
+from holdfast.data.cursor import Cursor, assigned, size_of
 from holdfast.data.order import Locality
 from holdfast.data.pipeline import Pipeline, Units
-from holdfast.data.plan import LastBatch, make_plan
+from holdfast.data.step_plan import LastBatch, make_plan
+from holdfast.data.worker_dataset import Collate, SampleFetcher, Transform
 from holdfast.errors import UsageError
 
 OURS = ("batch_size", "batch_sampler", "sampler", "shuffle", "drop_last", "generator")
 
 
-class Watcher(Protocol):
-    """Who adds up what is handed out (ledger.py)."""
+class LoaderWatcher(Protocol):
+    """A receiver of the digests of the batches that a loader gives out (sample_digest.py)."""
 
     def begin(self, step: int) -> None:
-        """The batches of a step come now, from the first."""
+        """Begin a step: its batches follow, from the first."""
 
     def add(self, count: int, total: int) -> None:
-        """A batch, by its witness."""
+        """Add a batch by its digest."""
 
 
-class Loader(Handing, Cursor):
-    """This rank's batches of a map-style dataset."""
+class Loader(BatchSource, Cursor):
+    """A loader of this rank's batches of a map-style dataset."""
 
     def __init__(
         self,
@@ -68,15 +68,13 @@ class Loader(Handing, Cursor):
         weights: Sequence[float] | None = None,
         **options: Any,
     ) -> None:
-        """`slots` cut the global batch, for the whole run; without, ranks' shares are not cut further.
-
-        `transform` maps a sample, in the workers. `seed_samples` sets the generators by (seed, epoch, sample)
-        before each sample is read and transformed; it costs some 15 µs a sample, to be saved where nothing is random.
-        `options` go to torch's DataLoader.
-        """
+        """Make a loader. `slots` divides the global batch, for the whole run; without it, ranks' shares are not divided
+        further. `transform` maps a sample, in the workers. `seed_samples` sets the generators by (seed, epoch, sample)
+        before each sample is read and transformed; that costs some 15 µs a sample, which can be saved where nothing is
+        random. `options` go to torch's DataLoader."""
         if wrong := [name for name in OURS if name in options]:
             raise UsageError(f"{', '.join(wrong)}: the plan decides; give global_batch_size, shuffle, last_batch, seed")
-        rank, world_size = own_place(rank, world_size)
+        assignment = assigned(rank, world_size)
         plan = make_plan(
             size_of(dataset),
             global_batch_size=global_batch_size,
@@ -87,42 +85,42 @@ class Loader(Handing, Cursor):
             locality=locality,
             fingerprint=fingerprint,
         )
-        Cursor.__init__(self, plan, rank, world_size, weights)
-        Handing.__init__(self, plan.slots, is_cut=slots is not None)
-        feed = Feed(dataset, seed, collate_fn, transform, seed_samples)
+        Cursor.__init__(self, plan, assignment, weights)
+        BatchSource.__init__(self, plan.slots, has_slots=slots is not None)
+        feed = SampleFetcher(dataset, seed, collate_fn, transform, seed_samples)
         self._pipeline = Pipeline(plan, self.skips, feed, num_workers, options)
-        self.watcher: Watcher | None = None
-        """Who is told what `step_batches` hands out."""
+        self.watcher: LoaderWatcher | None = None
+        """The receiver of the digests of the batches of `step_batches`."""
 
     @property
     def has_slots(self) -> bool:
-        """Whether `step_batches` gives a batch for each slot."""
-        return self._is_cut
+        """Return whether `step_batches` gives a batch for each slot."""
+        return self._has_slots
 
     def __iter__(self) -> Iterator[Any]:
-        """The rest of the epoch, one batch a step: all slots of this rank together."""
-        for step in chain.from_iterable(self.skips.taken(self._begin_pass())):
+        """Yield the rest of the epoch, one batch a step: all slots of this rank together."""
+        if self.before_pass is not None:
+            self.before_pass()
+        for step in chain.from_iterable(self.skips.remaining(self._begin_pass())):
             if step in self.skips:
                 continue  # since it began
             self._drawn = max(self._drawn, step + 1)
             yield from self._batches(step, (self._slots(),))
 
     def step_batches(self, step: int | None = None, *, weight: Weight | None = None) -> Iterator[Any]:
-        """This rank's batches of a step (the one being trained on), one for each slot that has samples.
-
-        Without the setting `slots`, one for the whole share. `weight` says how much a batch counts, where the mean is
-        over something else than samples: its number of tokens that are not padding, for example.
-        """
-        batches = self._witnessed(self._step if step is None else step)
+        """Yield this rank's batches of a step (the one being trained on), one for each slot that has samples. Without
+        the setting `slots`, yield one for the whole share. `weight` says how much a batch counts, where the mean is
+        over something else than samples: its number of tokens that are not padding, for example."""
+        batches = self._audited(self._step if step is None else step)
         yield from batches if weight is None else self._weighted(batches, weight)
 
-    def _witnessed(self, step: int) -> Iterator[Any]:
+    def _audited(self, step: int) -> Iterator[Any]:
         self._drawn = max(self._drawn, step + 1)
         if self.watcher is not None:
             self.watcher.begin(step)
         for batch in self._batches(step, self._units()):
             if self.watcher is not None and not self.is_ghost:
-                self.watcher.add(*self._pipeline.handed)
+                self.watcher.add(*self._pipeline.last_digest)
             yield batch
 
     def close(self) -> None:
@@ -130,16 +128,16 @@ class Loader(Handing, Cursor):
         self._pipeline.close()
 
     def _batches(self, step: int, units: Units) -> Iterator[Any]:
-        """Units without samples are passed over, but a rank with no other gets a ghost: one sample, with scale 0."""
+        """Yield the batches of units that have samples; a rank without any gets a ghost: one sample, with scale 0."""
         parts, total = self._pipeline.parts(step, units), len(self.plan.span(step))
         ghosts = self._ghosts(len(parts), lambda slot: bool(self.plan.slot_share(step, range(slot, slot + 1))))
         for index, (unit, key) in enumerate(parts):
-            batch = self._pipeline.take(step, index, units, key)
+            batch = self._pipeline.fetch(step, index, units, key)
             own = self.plan.slot_share(step, unit)
             is_last = index == len(parts) - 1 and not ghosts
-            self._handed = Handed(self.scale_of(step, own), len(own) / total, is_last, unit.start, not own)
+            self._last_batch = BatchInfo(self.scale_of(step, own), len(own) / total, is_last, unit.start, not own)
             yield batch
         for ghost in range(ghosts):  # its own last batch, which is here
-            batch = self._pipeline.take(step, len(parts) - 1, units, parts[-1].key)
-            self._handed = Handed(0.0, 0.0, ghost == ghosts - 1, parts[-1].unit.start, is_ghost=True)
+            batch = self._pipeline.fetch(step, len(parts) - 1, units, parts[-1].key)
+            self._last_batch = BatchInfo(0.0, 0.0, ghost == ghosts - 1, parts[-1].unit.start, is_ghost=True)
             yield batch

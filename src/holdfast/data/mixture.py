@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch.utils.data import Dataset
 
-from holdfast.data.fetching import read_many
 from holdfast.data.order import Indices, Order, Permutation, round_keys
 from holdfast.data.slots import slot_counts
+from holdfast.data.worker_dataset import read_many
 from holdfast.errors import UsageError
 
 BLOCK_DRAWS = 1024
@@ -36,8 +36,8 @@ BLOCKS_CACHED_MAX = 16
 """A worker reads draws nearly in order: a few blocks serve it."""
 
 
-class Phase(NamedTuple):
-    """A stretch of draws with the same weights."""
+class MixturePhase(NamedTuple):
+    """A range of draws with the same weights."""
 
     first_block: int
     counts: tuple[int, ...]
@@ -47,7 +47,7 @@ class Phase(NamedTuple):
 
 
 class Mixture(Dataset[Any]):
-    """Several map-style datasets, drawn from by weight."""
+    """A dataset that draws from several map-style datasets by weight."""
 
     def __init__(
         self,
@@ -58,14 +58,14 @@ class Mixture(Dataset[Any]):
         seed: int = 0,
         changes: Sequence[tuple[int, Sequence[float]]] = (),
     ) -> None:
-        """`draws` is the mixture's length: at least as many as the run will take."""
+        """Make a mixture. `draws` is its length: at least as many as the run will take."""
         self.datasets, self.draws, self.seed = list(datasets), draws, seed
         if draws < 1:
-            raise UsageError(f"a mixture of {draws} draws cannot be; give at least 1")
+            raise UsageError(f"a mixture of {draws} draws is not possible; give at least 1")
         self.orders = [
             Order(len(dataset), seed=round_keys(seed, source, "source")[0]) for source, dataset in enumerate(datasets)
         ]
-        self.phases = [Phase(0, self._counts(weights), (0,) * len(self.datasets))]
+        self.phases = [MixturePhase(0, self._counts(weights), (0,) * len(self.datasets))]
         for draw, changed in changes:
             self._add_phase(draw, changed)
         self._blocks: OrderedDict[int, tuple[Indices, Indices]] = OrderedDict()
@@ -78,7 +78,7 @@ class Mixture(Dataset[Any]):
         return self.datasets[source][sample]
 
     def __getitems__(self, draws: Sequence[int]) -> list[Any]:
-        """Source by source, so that those that read many at once do so."""
+        """Read draws source by source, so that sources that read many at once do so."""
         places = [self.place(draw) for draw in draws]
         items: dict[int, Any] = {}
         for source, dataset in enumerate(self.datasets):
@@ -87,7 +87,7 @@ class Mixture(Dataset[Any]):
         return [items[index] for index in range(len(places))]
 
     def place(self, draw: int) -> tuple[int, int]:
-        """The source of a draw and the sample in it."""
+        """Return the source of a draw and the sample in it."""
         if not 0 <= draw < self.draws:
             raise IndexError(f"draw {draw} of {self.draws}")
         number, within = divmod(draw, BLOCK_DRAWS)
@@ -99,7 +99,7 @@ class Mixture(Dataset[Any]):
         return int(sources[within]), int(samples[within])
 
     def _block(self, number: int) -> tuple[Indices, Indices]:
-        """Sources and samples of a block's draws."""
+        """Return sources and samples of a block's draws."""
         phase = self.phases[bisect_right(self.phases, number, key=lambda phase: phase.first_block) - 1]
         places = Permutation(BLOCK_DRAWS, round_keys(self.seed, number, "mixture")).apply(np.arange(BLOCK_DRAWS))
         ends = np.cumsum(phase.counts)
@@ -124,4 +124,4 @@ class Mixture(Dataset[Any]):
             raise UsageError(f"weights change at draw {draw:,}, which is not a block after the change before it")
         blocks = first_block - last.first_block
         before = tuple(drawn + blocks * count for drawn, count in zip(last.drawn_before, last.counts, strict=True))
-        self.phases.append(Phase(first_block, self._counts(weights), before))
+        self.phases.append(MixturePhase(first_block, self._counts(weights), before))

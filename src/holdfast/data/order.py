@@ -3,7 +3,8 @@
 A shuffled epoch is a permutation of 0 … size − 1. Writing it down costs memory and time that grow with the dataset
 (8 TB for 10^12 samples), and finding the place again after a fault costs as much. So it is computed instead:
 
-1. **Feistel.** The smallest domain of 2^(2h) numbers that holds the size is cut into two halves of h bits. Each of the
+1. **Feistel.** The smallest domain of 2^(2h) numbers that holds the size is split into two halves of h bits. Each of
+the
    ROUNDS rounds maps (left, right) to (right, left XOR f(right, key)). Whatever f is, every round can be undone, so the
    whole is a bijection of the domain. f is a 64-bit multiply-and-shift mixer of which the upper h bits are kept.
 2. **Cycle-walking.** A result outside the dataset is permuted again until it falls inside. Following the cycles of a
@@ -12,7 +13,7 @@ A shuffled epoch is a permutation of 0 … size − 1. Writing it down costs mem
 3. **Keys.** The round keys of an epoch are a BLAKE2b hash of (seed, epoch, purpose). Equal on every machine and in
    every version: tests hold golden values.
 
-It is a shuffle, not a cipher: nobody should keep secrets with it.
+It is a shuffle, not a cipher: it keeps no secrets.
 
 **Locality.** Storage that is fast only when read in sequence wants neighbours in time to be neighbours on disk. With
 `Locality(shard_samples, window_shards)` the order of the shards is permuted, and then each window of that many
@@ -50,7 +51,7 @@ _HALF_WORD = np.uint64(32)
 
 @lru_cache(maxsize=KEYS_CACHED_MAX)
 def round_keys(seed: int, epoch: int, purpose: str) -> tuple[int, ...]:
-    """The keys of one permutation."""
+    """Return the keys of one permutation."""
     text = f"holdfast order 1\0{seed}\0{epoch}\0{purpose}".encode()
     digest = hashlib.blake2b(text, digest_size=8 * ROUNDS).digest()
     return tuple(int.from_bytes(digest[8 * i : 8 * i + 8], "little") for i in range(ROUNDS))
@@ -68,12 +69,12 @@ class Permutation:
         return max(HALF_BITS_MIN, ((self.size - 1).bit_length() + 1) // 2)
 
     def apply(self, values: Indices, tweak: Indices | None = None) -> Indices:
-        """The images of these values, all of which are below the size."""
+        """Return the images of these values, all of which are below the size."""
         tweaks = None if tweak is None else tweak.astype(np.uint64)
         return self._walk(values.astype(np.uint64), tweaks, self.keys, swapped=False).astype(np.int64)
 
     def invert(self, value: int) -> int:
-        """The value whose image this is."""
+        """Return the value whose image this is."""
         image = np.array([value], dtype=np.uint64)
         return int(self._walk(image, None, self.keys[::-1], swapped=True)[0])
 
@@ -104,7 +105,7 @@ class Permutation:
 
 
 def _mix(words: Words) -> Words:
-    """Every input bit reaches every upper output bit. Works in place."""
+    """Mix in place, such that every input bit reaches every upper output bit."""
     words *= _FIRST_FACTOR
     words ^= words >> _HALF_WORD
     words *= _SECOND_FACTOR
@@ -113,7 +114,7 @@ def _mix(words: Words) -> Words:
 
 @dataclass(frozen=True)
 class Locality:
-    """Shuffle the shards, then the samples of each window of shards."""
+    """A setting that shuffles the shards, then the samples of each window of shards."""
 
     shard_samples: int
     window_shards: int = 16
@@ -125,7 +126,7 @@ class Locality:
 
 @dataclass(frozen=True)
 class Order:
-    """Which sample stands at which position. Positions run on from epoch to epoch."""
+    """The map from positions to samples. Positions count on from epoch to epoch."""
 
     size: int
     seed: int = 0
@@ -137,21 +138,16 @@ class Order:
             raise UsageError(f"the dataset has {self.size:,} samples; an order needs 1 to {SIZE_MAX - 1:,}")
 
     def place(self, position: int) -> tuple[int, int]:
-        """The epoch of a position and the offset in it."""
+        """Return the epoch of a position and the offset in it."""
         return divmod(position, self.size)
 
-    def sample_at(self, position: int) -> int:
-        """The sample at a position."""
-        epoch, offset = self.place(position)
-        return int(self.samples_of(epoch, np.array([offset], dtype=np.int64))[0])
-
     def samples_at(self, positions: range) -> Indices:
-        """The samples at consecutive positions, which may cross the ends of epochs."""
-        pieces = [self.samples_of(epoch, np.arange(a, b)) for epoch, a, b in self.segments(positions)]
-        return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64)
+        """Return the samples at consecutive positions, which may cross the ends of epochs."""
+        found = [self.samples_of(epoch, np.arange(a, b)) for epoch, a, b in self.segments(positions)]
+        return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
 
     def segments(self, positions: range) -> list[tuple[int, int, int]]:
-        """The same positions as (epoch, first offset, end offset)."""
+        """Yield the same positions as (epoch, first offset, end offset)."""
         segments = []
         position = positions.start
         while position < positions.stop:
@@ -162,7 +158,7 @@ class Order:
         return segments
 
     def samples_of(self, epoch: int, offsets: Indices) -> Indices:
-        """The samples at offsets of one epoch, in any order."""
+        """Return the samples at offsets of one epoch, in any order."""
         if not self.shuffle:
             return offsets.astype(np.int64)
         if self.locality is None:
@@ -188,7 +184,8 @@ class _WindowedEpoch:
         return Permutation(self.shards, round_keys(self.seed, self.epoch, "shards"))
 
     def samples_of(self, offsets: Indices) -> Indices:
-        """Window by window size: at most three sizes occur (full, with the short shard, last)."""
+        """Return the samples, window size by window size: at most three sizes occur (full, with the short shard,
+        last)."""
         samples = self.locality.shard_samples
         full = samples * self.locality.window_shards
         short_place = self.shard_order.invert(self.shards - 1)
@@ -211,7 +208,7 @@ class _WindowedEpoch:
         return [(int(size), np.flatnonzero(sizes == size)) for size in np.unique(sizes)]
 
     def _locate(self, windows: Indices, local: Indices, short_place: int) -> Indices:
-        """From a place within a window to the sample. The short shard counts as its window's last."""
+        """Return the sample of a place within a window. The short shard counts as its window's last."""
         samples, per_window = self.locality.shard_samples, self.locality.window_shards
         places = windows * per_window + local // samples
         window_end = np.minimum((windows + 1) * per_window, self.shards)

@@ -9,12 +9,13 @@ it is the same at every world size and every resume; a packing across slots coul
 rank's whole share, and its packing is another one at another world size.
 
 Each document ends with its last token: nothing is predicted from it, and nothing across documents. One that is longer
-than a window is cut into pieces, of which each begins with the token the one before was to predict last. A window has
+than a window is split into sequences, of which each begins with the token the one before was to predict last. A window
+has
 
     inputs      tokens, and `padding` behind them
     targets     the next token of the document; IGNORED where there is none
     documents   the number of each token's document within the window, from 0; −1 for padding. Attend where equal
-    positions   the place of each token in its piece of a document, from 0
+    positions   the place of each token in its sequence of a document, from 0
 
 Slots have different numbers of tokens, so their losses want weights (`targets_of`).
 """
@@ -26,22 +27,22 @@ from typing import Any
 
 import torch
 
-from holdfast.data.tokens import IGNORED
+from holdfast.data.token_files import IGNORED
 from holdfast.errors import UsageError
 
 NO_DOCUMENT = -1
 
 
 class Packing:
-    """A `collate_fn`: sequences of token numbers in, windows out, `[windows, window_tokens]` each."""
+    """A `collate_fn` that packs sequences of token numbers into windows, `[windows, window_tokens]` each."""
 
     def __init__(self, *, window_tokens: int, padding: int = 0) -> None:
         if window_tokens < 1:
-            raise UsageError(f"windows of {window_tokens} tokens cannot be; give at least 1")
+            raise UsageError(f"windows of {window_tokens} tokens are not possible; give at least 1")
         self.window_tokens, self.padding = window_tokens, padding
 
     def __call__(self, documents: Sequence[Any]) -> dict[str, torch.Tensor]:
-        windows = self._fitted([piece for document in documents for piece in self._pieces(document)]) or [[]]
+        windows = self._fitted([sequence for document in documents for sequence in self._sequences(document)]) or [[]]
         shape = (len(windows), self.window_tokens)
         batch = {
             "inputs": torch.full(shape, self.padding),
@@ -53,35 +54,35 @@ class Packing:
             self._fill({name: values[row] for name, values in batch.items()}, window)
         return batch
 
-    def _pieces(self, document: Any) -> list[torch.Tensor]:
-        """Each with the target of its last input."""
+    def _sequences(self, document: Any) -> list[torch.Tensor]:
+        """Return the sequences that a document is split into, each with the target of its last input."""
         tokens = torch.as_tensor(document, dtype=torch.int64)
         return [tokens[at : at + self.window_tokens + 1] for at in range(0, len(tokens) - 1, self.window_tokens)]
 
-    def _fitted(self, pieces: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """First fit, the longest first; equal ones in their order."""
+    def _fitted(self, sequences: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """Return the windows by first fit, the longest first; equal ones in their order."""
         windows: list[list[torch.Tensor]] = []
-        room: list[int] = []
-        for piece in sorted(pieces, key=len, reverse=True):
-            inputs = len(piece) - 1
-            window = next((at for at, free in enumerate(room) if free >= inputs), len(windows))
+        space: list[int] = []
+        for sequence in sorted(sequences, key=len, reverse=True):
+            inputs = len(sequence) - 1
+            window = next((at for at, free in enumerate(space) if free >= inputs), len(windows))
             if window == len(windows):
                 windows.append([])
-                room.append(self.window_tokens)
-            windows[window].append(piece)
-            room[window] -= inputs
+                space.append(self.window_tokens)
+            windows[window].append(sequence)
+            space[window] -= inputs
         return windows
 
     def _fill(self, row: dict[str, torch.Tensor], window: list[torch.Tensor]) -> None:
         begin = 0
-        for number, piece in enumerate(window):
-            end = begin + len(piece) - 1
-            row["inputs"][begin:end], row["targets"][begin:end] = piece[:-1], piece[1:]
+        for number, sequence in enumerate(window):
+            end = begin + len(sequence) - 1
+            row["inputs"][begin:end], row["targets"][begin:end] = sequence[:-1], sequence[1:]
             row["documents"][begin:end] = number
             row["positions"][begin:end] = torch.arange(end - begin)
             begin = end
 
 
 def targets_of(batch: dict[str, torch.Tensor]) -> int:
-    """How many tokens a batch predicts: its weight in the mean over the global batch."""
+    """Return how many tokens a batch predicts: its weight in the mean over the global batch."""
     return int((batch["targets"] != IGNORED).sum())

@@ -19,39 +19,42 @@ from typing import Any
 
 import torch
 
+from holdfast.torch_compat import device_generator
+
 try:
     import numpy as np
-except ImportError:  # torch does without, and then nobody draws from it
+except ImportError:  # torch works without it, and then nothing draws from it
     np = None  # type: ignore[assignment]
 
 
 def sample_key(seed: int, epoch: int, sample: int) -> int:
-    """A 64-bit key for all that is random about a sample in an epoch."""
+    """Return a 64-bit key for all that is random about a sample in an epoch."""
     return _key("sample", seed, epoch, sample)
 
 
 def batch_key(seed: int, first: int, end: int) -> int:
-    """A 64-bit key for all that is random about putting a batch together, by its positions."""
+    """Return a 64-bit key for all that is random about collating a batch, by its positions."""
     return _key("batch", seed, first, end)
 
 
 def slot_key(seed: int, step: int, slot: int) -> int:
-    """A 64-bit key for all that is random about a slot in a step."""
+    """Return a 64-bit key for all that is random about a slot in a step."""
     return _key("slot", seed, step, slot)
 
 
 @contextmanager
 def sample_randomness(seed: int, epoch: int, sample: int) -> Iterator[None]:
-    """In here the generators are the sample's; afterwards they are as they were."""
-    with kept_generators():
+    """Set the generators to the sample's own while this context lasts, and restore them afterwards."""
+    with preserved_generators():
         set_generators(sample_key(seed, epoch, sample))
         yield
 
 
 @contextmanager
 def slot_randomness(seed: int, step: int, slot: int) -> Iterator[None]:
-    """In here the generators are the slot's, the device's included; afterwards they are as they were."""
-    with kept_generators():
+    """Set the generators, the device's included, to the slot's own while this context lasts, and restore them
+    afterwards."""
+    with preserved_generators():
         set_generators(slot_key(seed, step, slot))
         yield
 
@@ -62,27 +65,29 @@ def set_generators(key: int) -> None:
     if np is not None:
         np.random.seed(key & 0xFFFFFFFF)
     torch.default_generator.manual_seed(key)
-    if _device_in_use():
-        torch.cuda.manual_seed(key)
+    if (device := device_generator()) is not None:
+        device[1].manual_seed(key)
 
 
 def generator_states() -> tuple[Any, ...]:
-    """Equal if nothing was drawn or set in between."""
-    device = torch.cuda.get_rng_state().numpy().tobytes() if _device_in_use() else None
+    """Return the generators' states, which are equal if nothing was drawn or set in between."""
+    used = device_generator()
+    device = used[1].get_rng_state().numpy().tobytes() if used is not None else None
     numpy: Any = np.random.get_state() if np is not None else None
     words = (numpy[1].tobytes(), *numpy[2:]) if numpy else None
     return random.getstate(), words, torch.default_generator.get_state().numpy().tobytes(), device
 
 
 @contextmanager
-def kept_generators(is_needed: bool = True) -> Iterator[None]:
-    """Whatever is drawn or set in here, the generators are as they were afterwards."""
+def preserved_generators(is_needed: bool = True) -> Iterator[None]:
+    """Restore the generators after this context, whatever was drawn or set in it."""
     if not is_needed:
         yield
         return
     python, cpu = random.getstate(), torch.default_generator.get_state()
     numpy: Any = np.random.get_state() if np is not None else None
-    device: Any = torch.cuda.get_rng_state() if _device_in_use() else None
+    device = device_generator()
+    on_device = device[1].get_rng_state() if device is not None else None
     try:
         yield
     finally:
@@ -91,11 +96,7 @@ def kept_generators(is_needed: bool = True) -> Iterator[None]:
             np.random.set_state(numpy)
         torch.default_generator.set_state(cpu)
         if device is not None:
-            torch.cuda.set_rng_state(device)
-
-
-def _device_in_use() -> bool:
-    return bool(torch.cuda.is_initialized()) and not torch.cuda._is_in_bad_fork()  # type: ignore[no-untyped-call]
+            device[1].set_rng_state(on_device)
 
 
 def _key(kind: str, *numbers: int) -> int:

@@ -11,11 +11,11 @@
             optimizer.zero_grad()
             sampler.commit()
 
-It is a *batch* sampler: only who sees whole global batches can deal out the last, smaller one of an epoch exactly. That
-batch is cut as evenly as it goes, so shares differ by one sample. If it has fewer samples than there are ranks, some
-ranks have none, and yet must take part in the collectives of the step, or the others hang. Such a rank is given a
-**ghost**: one sample of the same step, which its owner trains on, and `loss_scale` 0, so that its gradient is nothing.
-Every rank therefore has the same number of batches, always.
+It is a *batch* sampler: only a sampler that knows the global batches can divide the last, smaller one of an epoch
+exactly. That batch is divided as evenly as possible, so shares differ by one sample. If it has fewer samples than there
+are ranks, some ranks have none, and yet must take part in the collectives of the step, or the others hang. Such a rank
+is given a **ghost**: one sample of the same step, which its owner trains on, and `loss_scale` 0, so that its gradient
+is nothing. Every rank therefore has the same number of batches, always.
 
 `loss_scale` makes DDP's average the mean over the global batch, whatever the shares. It is that of the step being
 trained on, not of the step last drawn.
@@ -28,9 +28,9 @@ from typing import Any
 
 from torch.utils.data import Sampler as TorchSampler
 
-from holdfast.data.cursor import Cursor, own_place, size_of
+from holdfast.data.cursor import Cursor, own_assignment, size_of
 from holdfast.data.order import Locality
-from holdfast.data.plan import LastBatch, blocks, make_plan
+from holdfast.data.step_plan import LastBatch, blocks, make_plan
 from holdfast.errors import UsageError
 
 BLOCK_SAMPLES = 16_384
@@ -38,7 +38,8 @@ BLOCK_SAMPLES = 16_384
 
 
 class Sampler(Cursor, TorchSampler[list[int]]):
-    """Yields this rank's share of each step of an epoch, as lists of sample numbers. For `batch_sampler=`."""
+    """A batch sampler that yields this rank's share of each step of an epoch, as lists of sample numbers. For
+    `batch_sampler=`."""
 
     def __init__(
         self,
@@ -55,14 +56,12 @@ class Sampler(Cursor, TorchSampler[list[int]]):
         world_size: int | None = None,
         weights: Sequence[float] | None = None,
     ) -> None:
-        """`dataset` may be its size. Give `global_batch_size`, or `batch_size`, a rank's share at the first start.
-
-        The global batch belongs to the run: with `batch_size`, a state from another world size brings the one it was
-        saved with. `weights`, one a rank, give slow ranks smaller shares.
-        """
+        """Make a sampler. `dataset` may be its size. Give `global_batch_size`, or `batch_size`, a rank's share at the
+        first start. The global batch belongs to the run: with `batch_size`, a state from another world size brings the
+        one it was saved with. `weights`, one a rank, give slow ranks smaller shares."""
         if (batch_size is None) == (global_batch_size is None):
             raise UsageError("give either batch_size (of one rank) or global_batch_size (of the step)")
-        rank, world_size = own_place(rank, world_size)
+        rank, world_size = own_assignment(rank, world_size)
         self._settings: dict[str, Any] = {
             "seed": seed,
             "shuffle": shuffle,
@@ -75,30 +74,28 @@ class Sampler(Cursor, TorchSampler[list[int]]):
         if batch_size is not None:
             global_batch_size = batch_size * world_size
         plan = make_plan(self._size, global_batch_size=global_batch_size or 0, **self._settings)
-        Cursor.__init__(self, plan, rank, world_size, weights)
+        Cursor.__init__(self, plan, (rank, world_size), weights)
 
     @property
     def loss_scale(self) -> float:
-        """What to multiply this rank's mean loss of the step being trained on with. 0 for a ghost."""
+        """Return the factor for this rank's mean loss of the step being trained on; 0 for a ghost."""
         return self.scale_of(self._step, self._share(self._step))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the last committed step, at whatever world size. Takes no longer for a later position."""
+        """Continue after the last committed step, at any world size. A later position takes no longer."""
         saved = state.get("global_batch_size")
         if self._global_batch_is_open and isinstance(saved, int) and saved != self.plan.global_batch_size:
             self.plan = make_plan(self._size, global_batch_size=saved, **self._settings)
         super().load_state_dict(state)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """A pass over what is not committed of the epoch.
-
-        The pass begins with its first batch, not here: torch's DataLoader asks for an iterator twice and uses one.
-        """
-        for steps in self.skips.taken(self._begin_pass()):
+        """Yield a pass over what is not committed of the epoch. The pass begins with its first batch, not here: torch's
+        DataLoader asks for an iterator twice and uses one."""
+        for steps in self.skips.remaining(self._begin_pass()):
             yield from self._shares(steps)
 
     def skip(self, steps: range | None = None, *, samples: range | None = None, why: str = "") -> range:
-        """As the loader's; but not in the middle of a pass."""
+        """Skip steps as the loader does, but not in the middle of a pass."""
         if self._drawn > self._step:
             raise UsageError("torch's DataLoader has fetched ahead: call skip before a pass, as after load_state_dict")
         return super().skip(steps, samples=samples, why=why)

@@ -1,6 +1,6 @@
-"""Slots → ranks. The global batch is cut into slots, fixed for the run; ranks own slots, whatever their number.
+"""Slots → ranks. The global batch is divided into slots, fixed for the run; ranks own slots, whatever their number.
 
-The rule, a pure function of (rank, world size, slots, weights), so that nobody needs to be told who owns what:
+The rule, a pure function of (rank, world size, slots, weights), so that every rank knows the owner of each slot:
 
 1. Every slot has exactly one owner; a rank's slots are contiguous, in the order of ranks.
 2. Without weights the counts of two ranks differ by one at most. Ranks need not divide slots; with more ranks than
@@ -26,7 +26,7 @@ COUNTS_CACHED_MAX = 16
 
 
 def slots_of(rank: int, world_size: int, slots: int, weights: Sequence[float] | None = None) -> range:
-    """The slots that a rank owns."""
+    """Return the slots that a rank owns."""
     if not 0 <= rank < world_size:
         raise UsageError(f"rank {rank} does not exist in a world of {world_size}")
     if weights is None:
@@ -38,7 +38,8 @@ def slots_of(rank: int, world_size: int, slots: int, weights: Sequence[float] | 
 
 @lru_cache(maxsize=COUNTS_CACHED_MAX)
 def slot_counts(world_size: int, slots: int, weights: tuple[float, ...]) -> tuple[int, ...]:
-    """How many slots each rank owns, in proportion to the weights. Exact, so that all ranks agree."""
+    """Return how many slots each rank owns, in proportion to the weights. The arithmetic is exact, so that all ranks
+    agree."""
     if len(weights) != world_size:
         raise UsageError(f"{len(weights)} weights for {world_size} ranks; give one for each rank")
     if any(not math.isfinite(weight) or weight < 0 for weight in weights) or not any(weights):
@@ -54,17 +55,17 @@ def slot_counts(world_size: int, slots: int, weights: tuple[float, ...]) -> tupl
 
 
 def slot_positions(positions: range, slots: range, slots_total: int) -> range:
-    """Which of a step's positions these (contiguous) slots have."""
+    """Return which of a step's positions these (contiguous) slots have."""
     count = len(positions)
     return positions[slots.start * count // slots_total : slots.stop * count // slots_total]
 
 
 def loss_scale(rank_samples: int, global_samples: int, world_size: int) -> float:
-    """What to multiply a rank's mean loss with, so that DDP's average over ranks is the mean over the global batch.
+    """Return the factor for a rank's mean loss, so that DDP's average over ranks is the mean over the global batch.
 
     DDP divides the sum of the ranks' gradients by the world size W. Rank r's mean over its n_r samples, times n_r·W/N,
-    summed and divided by W, is the sum over all samples divided by N. A rank without samples has scale 0.
-    Counts of tokens work as well as counts of samples, where the loss is a mean over tokens.
+    summed and divided by W, is the sum over all samples divided by N. A rank without samples has scale 0. Counts of
+    tokens work as well as counts of samples, where the loss is a mean over tokens.
     """
     if global_samples <= 0:
         raise UsageError("a step without samples has no mean loss")

@@ -1,6 +1,24 @@
-"""Where decisions are kept, and what is known of machines. sqlite3 is imported in this room only."""
+"""Storage of decisions and of what is known of machines. sqlite3 is imported in this package only."""
 
-from holdfast.journal.nodes import BOOK_NAME, NodeBook
-from holdfast.journal.sqlite import Entry, SqliteJournal, is_abandoned, read_entries, set_aside
+from holdfast.journal.machines import BOOK_NAME, MachineBook
+from holdfast.journal.sqlite import (
+    JournalEntry,
+    SqliteJournal,
+    is_abandoned,
+    read_all_of,
+    read_entries,
+    read_newest,
+    set_aside,
+)
 
-__all__ = ["BOOK_NAME", "Entry", "NodeBook", "SqliteJournal", "is_abandoned", "read_entries", "set_aside"]
+__all__ = [
+    "BOOK_NAME",
+    "JournalEntry",
+    "MachineBook",
+    "SqliteJournal",
+    "is_abandoned",
+    "read_all_of",
+    "read_entries",
+    "read_newest",
+    "set_aside",
+]

@@ -1,7 +1,7 @@
-"""What went wrong, from the journal alone: it works when log files are gone or on another machine. Pure.
+"""The failures of workers, from the journal alone: it works when log files are gone or on another machine. Pure.
 
-Failures of one view belong together. Views are told newest first, because the last one ended the job or is what
-somebody is looking at; within a view the cause comes first, and the collateral failures it brought with it are folded.
+Failures of one view belong together. Views come newest first, because the last one ended the job or is the one that a
+person is looking at; within a view the root cause comes first, and the collateral failures that it caused are folded.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Iterable
 
 import msgspec
 
-from holdfast.core.faults import Failure, describe, is_collateral, root_cause
-from holdfast.core.records import WorkerLost
-from holdfast.journal import Entry
+from holdfast.core.faults.failures import Failure, describe, is_collateral, root_cause
+from holdfast.core.records import WorkerFailedRecord
+from holdfast.journal import JournalEntry
 
 
 class ViewFailures(msgspec.Struct, frozen=True):
@@ -36,20 +36,20 @@ class FailureRow(msgspec.Struct, frozen=True, kw_only=True):
     failure: Failure
 
 
-def failures_by_view(entries: Iterable[Entry], *, view: int | None, rank: int | None) -> list[ViewFailures]:
-    """All failures of the job, or those of one view or rank. A rank that was asked for is not folded."""
-    lost = [entry.record.failure for entry in entries if isinstance(entry.record, WorkerLost)]
-    chosen = [f for f in lost if view in (None, f.view) and rank in (None, f.rank)]
-    numbers = sorted({failure.view for failure in chosen}, reverse=True)
-    return [_of_view(number, [f for f in chosen if f.view == number]) for number in numbers]
+def failures_by_view(entries: Iterable[JournalEntry], *, view: int | None, rank: int | None) -> list[ViewFailures]:
+    """Return all failures of the job, or those of one view or rank. A rank that was asked for is not folded."""
+    failures = [entry.record.failure for entry in entries if isinstance(entry.record, WorkerFailedRecord)]
+    chosen = [f for f in failures if view in (None, f.view) and rank in (None, f.rank)]
+    views = sorted({failure.view for failure in chosen}, reverse=True)
+    return [_in_view(number, [f for f in chosen if f.view == number]) for number in views]
 
 
 def rows(failures: ViewFailures) -> list[FailureRow]:
-    """The same for machines, in the same order."""
+    """Return the failures of a view for programs, in the same order."""
     return [_row(failure, index == 0) for index, failure in enumerate(failures.shown + failures.folded)]
 
 
-def _of_view(number: int, failures: list[Failure]) -> ViewFailures:
+def _in_view(number: int, failures: list[Failure]) -> ViewFailures:
     cause = root_cause(failures)
     rest = sorted((f for f in failures if f is not cause), key=lambda f: (f.failed_at, f.rank))
     folded = tuple(f for f in rest if is_collateral(f))

@@ -1,8 +1,8 @@
 """A live master as a source of records: `--endpoint HOST:PORT`.
 
-The master sends its journal from a given number on, and goes on. When the connection breaks we come back and ask
-from the number we have, so its restart neither loses nor repeats a record. One that stays away was either lost or
-has finished between two pages; after a while that is said, because from here nobody can tell which.
+The master sends its journal from a given number on, and goes on. When the connection breaks, the source reconnects and
+asks from the number it has, so a restart of the master neither loses nor repeats a record. A master that stays away was
+either lost or has finished between two pages; from here there is no telling which, so the error says both.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import msgspec
 
 from holdfast.core.records import DurableRecord, JobCreated
 from holdfast.errors import AuthenticationError, JournalError, UsageError, WireError
-from holdfast.journal import Entry
+from holdfast.journal import JournalEntry
 from holdfast.observe.jobs import matches
-from holdfast.observe.tokens import Token
-from holdfast.wire.channel import ClientConnection, Tls, connect
-from holdfast.wire.messages import Page, Watch
+from holdfast.observe.token_file import Token
+from holdfast.wire.control import ClientConnection, connect
+from holdfast.wire.control_messages import Page, Watch
+from holdfast.wire.tls import Tls
 
 CONNECT_TIMEOUT_S = 5.0
 RECONNECT_PAUSE_S = 0.1
@@ -47,23 +48,23 @@ class MasterSource:
         self._wanted = wanted
         self._reconnect_timeout_s = reconnect_timeout_s
 
-    async def pages(self) -> AsyncGenerator[list[Entry], None]:
-        """Everything so far, then news for ever."""
-        line, seen = await self._open(0), 0
+    async def pages(self) -> AsyncGenerator[list[JournalEntry], None]:
+        """Return everything so far, then more as it comes, without end."""
+        connection, seen = await self._open(0), 0
         try:
             while True:
                 try:
-                    page = await line.receive()
+                    page = await connection.receive()
                 except WireError as error:
-                    await line.close()
-                    line = await self._reopen(seen, error)
+                    await connection.close()
+                    connection = await self._reopen(seen, error)
                     continue
                 if entries := self._fresh(page, seen):
                     self._check_job(entries[0])
                     seen = entries[-1].seq
                     yield entries
         finally:
-            await line.close()
+            await connection.close()
 
     async def _open(self, seen: int) -> ClientConnection:
         try:
@@ -79,7 +80,7 @@ class MasterSource:
             ) from error
 
     async def _watch(self, seen: int) -> ClientConnection:
-        line = await connect(
+        connection = await connect(
             self._host,
             self._port,
             token=self._token.secret,
@@ -88,11 +89,11 @@ class MasterSource:
             timeout_s=CONNECT_TIMEOUT_S,
         )
         try:
-            await line.send(Watch(seen))
+            await connection.send(Watch(seen))
         except WireError:
-            await line.close()
+            await connection.close()
             raise
-        return line
+        return connection
 
     async def _reopen(self, seen: int, broke: WireError) -> ClientConnection:
         give_up_at = time.monotonic() + self._reconnect_timeout_s
@@ -110,8 +111,8 @@ class MasterSource:
                     ) from broke
                 await asyncio.sleep(RECONNECT_PAUSE_S)  # a port that is closed says nothing when it opens
 
-    def _fresh(self, page: object, seen: int) -> list[Entry]:
-        """The page's records, each with its number. They must go on exactly where the last page ended."""
+    def _fresh(self, page: object, seen: int) -> list[JournalEntry]:
+        """Return the page's records, each with its number. They must go on exactly where the last page ended."""
         if not isinstance(page, Page):
             raise WireError(f"the master at {self.address} sent something that is not for watchers")
         first = page.last_seq - len(page.records) + 1
@@ -120,17 +121,17 @@ class MasterSource:
                 f"the master at {self.address} has another journal than before: it goes on with record {first}, though"
                 f" {seen} had been read"
             )
-        return [Entry(seq, self._decode(seq, body)) for seq, body in enumerate(page.records, first)]
+        return [JournalEntry(seq, self._decode(seq, body)) for seq, body in enumerate(page.records, first)]
 
     def _decode(self, seq: int, body: str) -> DurableRecord:
         try:
             return _decoder.decode(body)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise JournalError(
                 f"record {seq} of the master at {self.address} cannot be read ({error}): use its version of Holdfast"
             ) from error
 
-    def _check_job(self, first: Entry) -> None:
+    def _check_job(self, first: JournalEntry) -> None:
         record = first.record
         if self._wanted and isinstance(record, JobCreated) and not matches(record.job_id, self._wanted):
             raise UsageError(f"the master at {self.address} runs job {record.job_id}, not {self._wanted}")

@@ -1,7 +1,7 @@
-"""A job's records, wherever they are: one method, two implementations (the other one is in remote.py).
+"""A job's records, from its journal's file or from its live master (remote.py).
 
-The first page is everything so far, each later one is news, and there is always a next one. `read` is satisfied with
-the first page; `follow` goes on until the job is over, and nothing is lost or repeated between two pages.
+A source yields pages without end: the first has everything so far, each later one what is new. `read` returns the first
+page; `follow` goes on until the job is over. No record is lost or repeated between two pages.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ from pathlib import Path
 from typing import Protocol
 
 from holdfast.core.records import JobFinished
-from holdfast.journal import Entry, read_entries
+from holdfast.journal import JournalEntry, read_entries
 
 POLL_S = 0.1
-"""How often the journal's file is looked at: soon enough for eyes, and a query of a tenth of a millisecond."""
+"""Time between two reads of the journal: short enough for a person, and a query takes a tenth of a millisecond."""
 
-Page = list[Entry]
+Page = list[JournalEntry]
 
 
-class Source(Protocol):
-    """Where records come from."""
+class JobSource(Protocol):
+    """A place that records come from."""
 
     def pages(self) -> AsyncGenerator[Page, None]:
-        """Everything so far, then news for ever."""
+        """Yield everything so far, then what is new, without end."""
 
 
 class JournalSource:
-    """The journal's file, beside its master or after it."""
+    """The journal's file, while its master runs or afterwards."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     async def pages(self) -> AsyncGenerator[Page, None]:
-        """Everything so far, then news for ever."""
+        """Yield everything so far, then what is new, without end."""
         page = read_entries(self.path)
         yield page
         seen = page[-1].seq if page else 0
@@ -46,16 +46,16 @@ class JournalSource:
                 yield page
 
 
-async def read(source: Source) -> Page:
-    """Everything so far."""
+async def read(source: JobSource) -> Page:
+    """Return everything so far."""
     async with aclosing(source.pages()) as pages:
         async for page in pages:
             return page
     raise AssertionError("a source has always a next page")
 
 
-async def follow(source: Source) -> AsyncGenerator[Page, None]:
-    """Everything so far, then news until the job is over."""
+async def follow(source: JobSource) -> AsyncGenerator[Page, None]:
+    """Yield everything so far, then what is new until the job is over."""
     async with aclosing(source.pages()) as pages:
         async for page in pages:
             yield page

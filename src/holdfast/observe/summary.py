@@ -1,7 +1,7 @@
 """The job on one page: what `holdfast status` shows and prints as JSON. Pure.
 
-Only what the journal holds is told. Which connections are up is not in it, so nothing is said about them: a node is
-`present` until it is declared lost. Times are seconds since the epoch, by the master's clock.
+Only what the journal has is shown. Connections are not in it: a node is `present` until it is declared lost. Times are
+seconds since the epoch, by the master's clock.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Literal
 import msgspec
 
 from holdfast.core import records as r
-from holdfast.core.faults import Failure, describe
-from holdfast.core.interval import advise
-from holdfast.core.kept import Pacing, Safety
-from holdfast.core.leases import StreamState, Trouble
+from holdfast.core.durability import Durability, SnapshotStats
+from holdfast.core.faults.failures import Failure, describe
 from holdfast.core.sentences import phase_durations, receipt
-from holdfast.core.state import Finished, Gathering, Incident, Job, Serving
+from holdfast.core.shard_leases import ShardProblem, StreamState
+from holdfast.core.snapshot_interval import advise
+from holdfast.core.state import Finished, Gathering, Incident, JobState, Serving
 from holdfast.core.transact import replay
-from holdfast.journal import Entry
-from holdfast.observe.nodes import NodeSummary, summarise_nodes
+from holdfast.journal import JournalEntry
+from holdfast.observe.node_summary import NodeSummary, summarise_nodes
 
 INCIDENTS_SHOWN_MAX = 10
 QUARANTINED_SHOWN_MAX = 100
@@ -70,34 +70,43 @@ class StreamSummary(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     epoch: int
-    """The highest of which a shard was leased."""
+    """The highest epoch of which a shard was leased."""
     leases: int
     failures: int
     quarantined_total: int
-    quarantined: tuple[Trouble, ...]
+    quarantined: tuple[ShardProblem, ...]
     """The last ones, the newest last."""
 
 
 class StateSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """What of the state is safe against what: steps, -1 for none. Memory is told now and then only."""
+    """Which step of the state survives which loss: steps, -1 for none. Nodes report their memory now and then only."""
 
     memory: int
-    """Whole in the nodes' memory: survives all workers."""
+    """Complete in the nodes' memory: survives the loss of all workers."""
     elsewhere: int
-    """The same without any one node: survives a node."""
+    """Complete in memory without any one node: survives the loss of a node."""
     storage: int
-    """The newest checkpoint: survives the job."""
+    """The newest checkpoint: survives the end of the job."""
     storage_url: str
-    said_at: float
-    """When memory was told of; 0: never."""
-    pacing: Pacing = Pacing()
-    """How snapshots are made, told with it."""
-    pacing_why: str = ""
-    """Why as often as that."""
+    reported_at: float
+    """When memory was reported; 0: never."""
+    snapshot_stats: SnapshotStats = SnapshotStats()
+    """How often snapshots are taken and what they cost, reported with it."""
+    interval_why: str = ""
+    """Why snapshots are taken as often as that."""
+
+
+class ResumedFrom(msgspec.Struct, frozen=True, kw_only=True):
+    """The saved state with which all ranks last started."""
+
+    step: int
+    """The first step that was run with it."""
+    source: str
+    """The checkpoint, or that it was in the nodes' memory."""
 
 
 class Ending(msgspec.Struct, frozen=True, kw_only=True):
-    """How the job ended."""
+    """The end of the job."""
 
     outcome: r.Outcome
     exit_code: int
@@ -130,16 +139,21 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     incidents: tuple[ClosedIncident, ...]
     """The last ones, the newest last."""
     incidents_total: int
+    changes_total: int
+    """Planned changes: nodes that joined, were drained or added. They are in `incidents` too, by their kind."""
+    resumed: ResumedFrom | None
+    repeated_steps: int
+    """The number of committed steps that were repeated because the state after them was lost."""
     ending: Ending | None
     master_seen: bool
     """Whether a master was seen alive: it answered, or it holds the journal on this machine."""
     streams: tuple[StreamSummary, ...] = ()
-    check: r.NodesChecked | None = None
+    check: r.CheckConcluded | None = None
     """The last check of nodes that is over."""
 
 
-def summarise(entries: Sequence[Entry], now: float, *, master_seen: bool) -> Summary:
-    """What the records so far come to."""
+def summarise(entries: Sequence[JournalEntry], now: float, *, master_seen: bool) -> Summary:
+    """Return the summary of the records so far."""
     job = replay(entry.record for entry in entries)
     phase, since, why = _phase(job, entries)
     finished = job.phase.record if isinstance(job.phase, Finished) else None
@@ -157,39 +171,52 @@ def summarise(entries: Sequence[Entry], now: float, *, master_seen: bool) -> Sum
         world_size=job.view.world_size if job.view else 0,
         nodes_min=job.settings.nodes_min,
         nodes_max=job.settings.nodes_max,
-        restarts_used=job.restarts_used,
+        restarts_used=job.incidents.restarts_used,
         restarts_max=job.settings.restarts_max,
         state=_state(job),
         nodes=summarise_nodes(job, entries),
-        open_incident=_open(job.incident) if job.incident and not finished else None,
-        incidents=tuple(_closed(record) for record in job.incidents[-INCIDENTS_SHOWN_MAX:]),
-        incidents_total=job.incidents_opened,
+        open_incident=_open(job.incidents.current) if job.incidents.current and not finished else None,
+        incidents=tuple(_closed(record) for record in job.incidents.closed[-INCIDENTS_SHOWN_MAX:]),
+        incidents_total=job.incidents.faults,
+        changes_total=job.incidents.opened - job.incidents.faults,
+        resumed=_resumed(job),
+        repeated_steps=job.state.repeated,
         ending=_ending(finished) if finished else None,
         master_seen=master_seen,
-        check=job.checked,
-        streams=tuple(_stream(name, state) for name, state in job.streams.by_name.items()),
+        check=job.checks.last,
+        streams=tuple(_stream(name, state) for name, state in job.data.streams.by_name.items()),
     )
 
 
-def _state(job: Job) -> StateSummary:
-    """Memory only while the job lives: it goes with it."""
+def _state(job: JobState) -> StateSummary:
+    """Return what of the state is safe. Memory counts only while the job runs: it goes with the job."""
     is_over = isinstance(job.phase, Finished)
-    safety, pacing = (Safety(), Pacing()) if is_over else (job.safety, job.pacing)
+    durability, snapshot_stats = (
+        (Durability(), SnapshotStats()) if is_over else (job.state.durability, job.state.snapshot_stats)
+    )
     return StateSummary(
-        memory=safety.memory,
-        elsewhere=safety.elsewhere,
-        storage=job.checkpoint,
-        storage_url=job.checkpoint_url,
-        said_at=job.safety_at if safety.memory >= 0 else 0.0,
-        pacing=pacing,
-        pacing_why=_why(pacing, job) if pacing.every else "",
+        memory=durability.memory,
+        elsewhere=durability.elsewhere,
+        storage=job.state.checkpoint_step,
+        storage_url=job.state.checkpoint_url,
+        reported_at=job.state.durability_at if durability.memory >= 0 else 0.0,
+        snapshot_stats=snapshot_stats,
+        interval_why=_interval_why(snapshot_stats, job) if snapshot_stats.every else "",
     )
 
 
-def _why(pacing: Pacing, job: Job) -> str:
-    if pacing.is_asked:
+def _resumed(job: JobState) -> ResumedFrom | None:
+    if not job.state.resumed_from:
+        return None
+    return ResumedFrom(step=job.state.resumed_step, source=job.state.resumed_from)
+
+
+def _interval_why(snapshot_stats: SnapshotStats, job: JobState) -> str:
+    if snapshot_stats.is_asked:
         return "as --snapshots says"
-    return advise(pacing.step_s, pacing.stall_s, len(job.members), job.faults_per_node_day).why
+    return advise(
+        snapshot_stats.step_s, snapshot_stats.stall_s, len(job.members), job.incidents.faults_per_node_day
+    ).why
 
 
 def _stream(name: str, state: StreamState) -> StreamSummary:
@@ -203,7 +230,9 @@ def _stream(name: str, state: StreamState) -> StreamSummary:
     )
 
 
-def _phase(job: Job, entries: Sequence[Entry]) -> tuple[Literal["gathering", "serving", "finished"], float, str]:
+def _phase(
+    job: JobState, entries: Sequence[JournalEntry]
+) -> tuple[Literal["gathering", "serving", "finished"], float, str]:
     match job.phase:
         case Gathering(since=since, why=why):
             return "gathering", since, why

@@ -1,1 +1,1 @@
-"""Where nodes come from, and how a node is kept from jobs: one file a platform, all behind the protocol of base.py."""
+"""How a node is excluded from jobs: one file a platform, all behind the protocol of platform.py."""

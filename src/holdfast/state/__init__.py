@@ -1,17 +1,21 @@
-"""Tensors at rest: what a job's state is, how it is copied, sent, written and cut anew.
+"""Tensors at rest: what a job's state is, how it is copied, sent, written and resharded.
 
-    tree         any state ↔ a skeleton (msgpack, no pickle) and a list of tensors; writer, reader, leaves: its parts
-    sharded      what a DTensor is without its process group
-    tracked      the objects a script names with `job.track`: their state out of them and back into them, in place
-    modules      how that is done with a module, optimizers with an optimizer, copies with a single value
-    volatile     what a forward and a backward change, kept so that a step can be repeated
-    snapshot     a copy of a state in one arena of bytes; two of them, one always whole
-    checkpoint   a directory that is there only when it is complete
-    safetensors  the file format of a checkpoint's parts
-    parts        a state cut into shares, each an image of the storage room: cutting, filling
-    loading      the state in such images into live objects, cut as it was or anew
-    moves        their bytes, block by block, verified, by a few threads
-    reshard      the state of S shards into that of a new world size, tensor by tensor
+    tree.py               any state ↔ a skeleton (msgpack, no pickle) and a list of tensors
+    tensor_specs.py       what a tensor of a skeleton is; encode.py, decode.py: values ↔ nodes of a skeleton
+    dtensors.py           a DTensor without its process group: its local tensor and where that lies
+    tracked.py            the objects a script names with `job.track`: their state out of them and back, in place
+    modules.py            how that is done with a module; optimizers.py with an optimizer, param_groups.py its groups,
+                          tensor_copy.py a single value, module_flags.py what a script switches, generators.py
+    per_rank_state.py     state that each rank has for itself
+    cached_state.py       the state again and again, without a full walk while only values change
+    step_backup.py        what a forward and a backward change, saved so that a step can be repeated
+    arena.py              a copy of a state in one allocation
+    copier.py             a copy made by a thread while the training goes on
+    partition.py          a state divided into shares, each an image (storage/image.py)
+    load_parts.py         the state of such images into live objects; block_loader.py copies their bytes, verified
+    reshard.py            the state of S shards into that of another world size, tensor by tensor
+    export.py             a checkpoint as plain safetensors (safetensors_files.py)
+    epoch_files.py        torch.save files of other scripts
 
-It knows nothing of views, agents or the wire: whoever moves the bytes is somebody else.
+It knows nothing of views, agents or the wire: other packages move the bytes.
 """

@@ -2,17 +2,16 @@
 
     python -m holdfast.state.export PLACE TARGET …      what `holdfast checkpoints export` runs, in a process with torch
 
-Tensor by tensor: put together from the parts that have pieces of it, every block verified, cast if asked for, written.
+Tensor by tensor: assembled from the parts that have regions of it, every block verified, cast if asked for, written.
 At most the largest tensor is in memory, twice if it is cast. What is no tensor is left out. A tensor that stands in
 several places is written once; the file's metadata names the others, as safetensors' own `save_model` does.
 
-The result appears in one move, when it is whole.
+The result appears in one move, when it is full.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,36 +20,39 @@ from pathlib import Path
 import torch
 
 from holdfast.errors import CheckpointError, HoldfastError, UsageError
-from holdfast.state.leaves import DTYPES, Spec, dotted
-from holdfast.state.plain import INDEX, SUFFIX, Plain, write_one, write_set
+from holdfast.state.safetensors_files import INDEX, SUFFIX, SafetensorsFile, write_one, write_set
+from holdfast.state.tensor_specs import DTYPES, TensorSpec, dotted
 from holdfast.state.tree import sketch
-from holdfast.storage.catalogue import Catalogue, Found
-from holdfast.storage.image import Entry
-from holdfast.storage.sources import PartSource
+from holdfast.storage.checkpoint_catalogue import CheckpointCatalogue, FoundCheckpoint
+from holdfast.storage.coverage import Box, Coverage
+from holdfast.storage.image import TensorEntry
+from holdfast.storage.part_readers import PartSource
 from holdfast.storage.stores import open_store
 
 SHARD_BYTES = 5_000_000_000
-"""What Hugging Face's own tools take."""
+"""The default of Hugging Face's own tools."""
 CASTS = ("bfloat16", "float16", "float32", "float64")
 USAGE = 2
 """Exit code of a mistake in the arguments."""
 
 
 @dataclass(slots=True)
-class Whole:
-    """A tensor of the state, in pieces."""
+class FullTensor:
+    """A full tensor of the state, given by its regions."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    pieces: list[tuple[PartSource, Entry]] = field(default_factory=list)
+    coverage: Coverage
+    regions: list[tuple[PartSource, TensorEntry, list[Box]]] = field(default_factory=list)
+    """The parts that have it, and what is used of each: what no earlier part has."""
     others: list[str] = field(default_factory=list)
     """Other names of the same tensor."""
 
-    def plain(self, dtype: torch.dtype | None) -> Plain:
-        """To be written, cast if it is of floating point."""
+    def plain(self, dtype: torch.dtype | None) -> SafetensorsFile:
+        """Return the tensor to write, cast if it is of floating point."""
         chosen = dtype if dtype is not None and self.dtype.is_floating_point else self.dtype
-        return Plain(
+        return SafetensorsFile(
             name=self.name,
             dtype=chosen,
             shape=self.shape,
@@ -60,8 +62,8 @@ class Whole:
 
 
 def export(
-    catalogue: Catalogue,
-    found: Found,
+    catalogue: CheckpointCatalogue,
+    found: FoundCheckpoint,
     target: Path,
     model: str | None = None,
     dtype: torch.dtype | None = None,
@@ -72,8 +74,9 @@ def export(
     one there is. A target that ends in .safetensors is one file, any other a directory."""
     _check_target(target, is_forced)
     with catalogue.sources(found) as sources:
-        tensors = _wholes(sources, None if model is None else _model_name(sources, model))
-        plain = [whole.plain(dtype) for whole in tensors]
+        shards = found.about.shards
+        tensors = _full_tensors(sources, shards, None if model is None else _model_name(sources, model))
+        plain = [full.plain(dtype) for full in tensors]
         if target.suffix != SUFFIX:
             return write_set(target, plain, shard_bytes)
         write_one(target, plain)
@@ -83,37 +86,40 @@ def export(
 # --- what there is
 
 
-def _wholes(sources: Mapping[int, PartSource], model: str | None) -> list[Whole]:
-    found: dict[str, Whole] = {}
-    for number, source in sorted(sources.items()):
-        for entry in source.layout.entries:
+def _full_tensors(sources: Mapping[int, PartSource], shards: int, model: str | None) -> list[FullTensor]:
+    """Put together shard by shard: what several shards have alike is then taken from one of them, not a mixture."""
+    found: dict[str, FullTensor] = {}
+    for number in sorted(sources, key=lambda number: (number % shards, number)):
+        for entry in sources[number].layout.entries:
             if model is None or entry.path[:1] == (model,):
-                _add(found, number, source, entry, model)
-    for whole in found.values():
-        _check_complete(whole)
+                _add(found, number % shards, sources[number], entry, model)
+    for full in found.values():
+        _check_complete(full)
     return list(found.values())
 
 
-def _add(found: dict[str, Whole], number: int, source: PartSource, entry: Entry, model: str | None) -> None:
+def _add(found: dict[str, FullTensor], shard: int, source: PartSource, entry: TensorEntry, model: str | None) -> None:
     name = _name(entry.path, entry.name, model)
-    shape = (torch.Size(entry.whole), DTYPES[entry.dtype])
+    shape = (torch.Size(entry.full_shape), DTYPES[entry.dtype])
     if name in found and (torch.Size(found[name].shape), found[name].dtype) != shape:
-        name = f"{name}@{number}"  # a tensor that is another one on each rank
-    whole = found.setdefault(name, Whole(name, DTYPES[entry.dtype], entry.whole))
-    whole.others = [_name(path, dotted(path), model) for path in entry.aliases if model is None or path[0] == model]
-    if all(known.offsets != entry.offsets or not known.size_bytes for _, known in whole.pieces):
-        whole.pieces.append((source, entry))
+        name = f"{name}@{shard}"  # a tensor that is another one on each shard
+    full = found.setdefault(name, FullTensor(name, DTYPES[entry.dtype], entry.full_shape, Coverage(entry.full_shape)))
+    full.others = [_name(path, dotted(path), model) for path in entry.aliases if model is None or path[0] == model]
+    if boxes := full.coverage.add(entry.offsets, entry.shape):
+        full.regions.append((source, entry, boxes))
 
 
 def _name(path: Sequence[str | int], name: str, model: str | None) -> str:
-    """A model's own name for it, or the whole path in dots."""
+    """Return a model's own name for a tensor, or its full path in dots."""
     return name if model is None else dotted(tuple(path[1:]))
 
 
-def _check_complete(whole: Whole) -> None:
-    have = sum(math.prod(entry.shape) for _, entry in whole.pieces)
-    if have != math.prod(whole.shape):
-        raise CheckpointError(f"{whole.name} has {math.prod(whole.shape)} values, the parts hold {have} of them")
+def _check_complete(full: FullTensor) -> None:
+    if full.coverage.missing:
+        missing = full.coverage.describe_missing()
+        raise CheckpointError(
+            f"{full.name} is not complete: no part of the checkpoint has {missing}; export another step"
+        )
 
 
 def _model_name(sources: Mapping[int, PartSource], wanted: str) -> str:
@@ -130,21 +136,21 @@ def _model_name(sources: Mapping[int, PartSource], wanted: str) -> str:
 
 
 def _is_model(name: object, branch: object) -> bool:
-    """A module's state is flat: names of parameters and buffers, no groups."""
+    """Return whether a branch is a module's state, which is flat: names of parameters and buffers, no groups."""
     if not isinstance(name, str) or name.startswith("@") or not isinstance(branch, dict) or "param_groups" in branch:
         return False
-    return any(isinstance(value, Spec) for value in branch.values())
+    return any(isinstance(value, TensorSpec) for value in branch.values())
 
 
-def _assembled(whole: Whole) -> torch.Tensor:
-    """The tensor itself, from its pieces."""
-    result = torch.empty(whole.shape, dtype=whole.dtype)
-    for source, entry in whole.pieces:
-        if entry.size_bytes:
-            content = bytearray(source.read(entry, 0, entry.size_bytes))
-            piece = torch.frombuffer(content, dtype=torch.uint8).view(whole.dtype).view(entry.shape)
-            zipped = zip(entry.offsets, entry.shape, strict=True)
-            result[tuple(slice(start, start + size) for start, size in zipped)] = piece
+def _assembled(full: FullTensor) -> torch.Tensor:
+    """Return the tensor itself, assembled from its regions."""
+    result = torch.empty(full.shape, dtype=full.dtype)
+    for source, entry, boxes in full.regions:
+        content = bytearray(source.read(entry, 0, entry.size_bytes))
+        region = torch.frombuffer(content, dtype=torch.uint8).view(full.dtype).view(entry.shape)
+        for box in boxes:
+            inside = tuple(slice(start - at, stop - at) for (start, stop), at in zip(box, entry.offsets, strict=True))
+            result[tuple(slice(start, stop) for start, stop in box)] = region[inside]
     return result
 
 
@@ -164,7 +170,7 @@ def _check_target(target: Path, is_forced: bool) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exports as the flags say; prints what it wrote."""
+    """Export as the flags say; print what was written."""
     flags = _parse(arguments)
     try:
         for line in _run(flags):
@@ -180,7 +186,7 @@ def _run(flags: argparse.Namespace) -> Iterator[str]:
         raise UsageError(f"--dtype {flags.dtype}: {', '.join(CASTS)} can be cast to")
     if flags.shard_bytes < 1:
         raise UsageError("--shard-bytes must be above 0")
-    catalogue = Catalogue(open_store(flags.place))
+    catalogue = CheckpointCatalogue(open_store(flags.place))
     found = catalogue.latest() if flags.step == "latest" else catalogue.open(_step(flags.step))
     if found is None:
         raise CheckpointError(f"{catalogue.store.url} has no checkpoint that could be used")
@@ -193,7 +199,7 @@ def _run(flags: argparse.Namespace) -> Iterator[str]:
 
 def _step(word: str) -> int:
     if not (word.isascii() and word.isdigit()):
-        raise UsageError(f"{word!r:.40} is no step: give a number, or latest")
+        raise UsageError(f"{word!r:.40} is not a step: give a number, or latest")
     return int(word)
 
 

@@ -15,26 +15,28 @@ from typing import Any
 import torch
 
 from holdfast.errors import StateError
+from holdfast.torch_compat import device_generator
 
 _WORDS = struct.Struct("<624I")
-"""Of a Mersenne Twister: Python's and NumPy's."""
+"""The words of a Mersenne Twister: Python's and NumPy's."""
 
 
 def generators() -> dict[str, Any]:
-    """Their states now, in plain values."""
+    """Return the generators' states now, in plain values."""
     version, words, gauss = random.getstate()
     found: dict[str, Any] = {
         "python": [version, _WORDS.pack(*words[:-1]), words[-1], gauss],
         "torch": _packed(torch.default_generator.get_state()),
     }
     if (numpy := sys.modules.get("numpy")) is not None:
-        said = numpy.random.get_state(legacy=False)
-        if said["bit_generator"] == "MT19937":  # or it is one that the script has put there, which is its own to keep
-            state = said["state"]
+        current = numpy.random.get_state(legacy=False)
+        if current["bit_generator"] == "MT19937":  # another one was set by the script, which has to save it itself
+            state = current["state"]
             words = state["key"].astype("<u4").tobytes()
-            found["numpy"] = [words, int(state["pos"]), int(said["has_gauss"]), float(said["gauss"])]
-    if torch.cuda.is_initialized() and not torch.cuda._is_in_bad_fork():  # type: ignore[no-untyped-call]
-        found["cuda"] = _packed(torch.cuda.get_rng_state())
+            found["numpy"] = [words, int(state["pos"]), int(current["has_gauss"]), float(current["gauss"])]
+    if (device := device_generator()) is not None:
+        kind, module = device
+        found[kind] = _packed(module.get_rng_state())
     return found
 
 
@@ -49,8 +51,9 @@ def set_generators(saved: dict[str, Any]) -> None:
         if "numpy" in saved and (numpy := sys.modules.get("numpy")) is not None:
             words, *rest = saved["numpy"]
             numpy.random.set_state(("MT19937", _WORDS.unpack(words), *rest))
-        if "cuda" in saved and torch.cuda.is_available():
-            torch.cuda.set_rng_state(_bytes(saved["cuda"]))
+        kind = torch.accelerator.current_accelerator()
+        if kind is not None and kind.type in saved and torch.accelerator.is_available():
+            torch.get_device_module(kind).set_rng_state(_bytes(saved[kind.type]))
     except (TypeError, ValueError, RuntimeError, struct.error) as error:
         raise StateError(f"the random generators cannot be set to what was saved: {error}") from None
 

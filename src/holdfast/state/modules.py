@@ -1,8 +1,8 @@
 """A module's state, out of it and back into it, in place.
 
-The names are those of the model itself: what only wraps it (DistributedDataParallel, torch.compile) is looked through,
+The names are those of the model itself: what only wraps it (DistributedDataParallel, torch.compile) is skipped,
 so that a state fits whether the model is wrapped or not. Buffers that the module leaves out of its state_dict() are
-kept beside it (`transient`): a counter among them decides bits too.
+saved beside it (`transient`): a counter among them decides bits too.
 """
 
 from __future__ import annotations
@@ -16,41 +16,42 @@ from torch.nn import Module
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from holdfast.errors import StateError
-from holdfast.state.copies import cloned, copy_into, misfit
-from holdfast.state.sharded import local_of
+from holdfast.state.dtensors import local_of
+from holdfast.state.tensor_copy import cloned, copy_into, misfit
+from holdfast.torch_compat import COMPILED_MODULE, copy_metadata, tensors_held
 
 NAMES_SHOWN_MAX = 5
 EXTRA = "_extra_state"
 
 
 def unwrapped(module: Module) -> Module:
-    """The model inside of what wraps it."""
+    """Return the model inside of its wrappers."""
     while True:
         if isinstance(module, DistributedDataParallel | DataParallel):
             module = module.module
-        elif isinstance(inner := getattr(module, "_orig_mod", None), Module):
+        elif isinstance(inner := getattr(module, COMPILED_MODULE, None), Module):
             module = inner
         else:
             return module
 
 
 def module_state(module: Module) -> dict[str, Any]:
-    """Parameters, buffers and extra state by name; the tensors are the live ones."""
+    """Return parameters, buffers and extra state by name; the tensors are the live ones."""
     return dict(unwrapped(module).state_dict())
 
 
 def buffer_slots(module: Module) -> Iterator[tuple[str, Module, str]]:
-    """All buffers of a module that there are: full name, owner, name in the owner."""
+    """Yield all buffers of a module: full name, owner, name in the owner."""
     for prefix, owner in unwrapped(module).named_modules():
-        for name, buffer in owner._buffers.items():
+        for name, buffer in tensors_held(owner)[1].items():
             if buffer is not None:
                 yield f"{prefix}.{name}" if prefix else name, owner, name
 
 
 def transient_state(module: Module) -> dict[str, torch.Tensor]:
-    """The buffers that state_dict() leaves out."""
+    """Return the buffers that state_dict() leaves out."""
     return {
-        full: owner._buffers[name].detach()  # type: ignore[union-attr]
+        full: tensors_held(owner)[1][name].detach()
         for full, owner, name in buffer_slots(module)
         if name in owner._non_persistent_buffers_set
     }
@@ -73,17 +74,17 @@ def load_module(module: Module, saved: dict[str, Any], path: str) -> None:
 
 
 def load_transient(module: Module, saved: dict[str, Any]) -> None:
-    """Put the buffers back that state_dict() leaves out. One that grew meanwhile (a cache) is replaced."""
+    """Put the buffers back that state_dict() leaves out. One whose size changed (a cache) is replaced."""
     slots = {full: (owner, name) for full, owner, name in buffer_slots(module)}
     for full, value in saved.items():
         if full not in slots:
             continue  # made lazily by a forward: it will be made again
         owner, name = slots[full]
-        buffer = owner._buffers[name]
+        buffer = tensors_held(owner)[1][name]
         if buffer is not None and misfit(buffer, value) is None:
             copy_into(buffer, value, full)
         elif buffer is not None and isinstance(value, torch.Tensor):
-            owner._buffers[name] = value.clone().to(buffer.device)
+            tensors_held(owner)[1][name] = value.clone().to(buffer.device)
 
 
 def _check_names(live: set[str], saved: set[str], path: str) -> None:
@@ -94,7 +95,7 @@ def _check_names(live: set[str], saved: set[str], path: str) -> None:
 
 
 def _is_live(model: Module, state: dict[str, Any]) -> bool:
-    """Whether its state_dict() is of tensors that are the module's own memory, and nothing in it is made by hooks."""
+    """Return whether state_dict() consists of the module's own memory, and nothing in it is made by hooks."""
     own = {local_of(tensor).data_ptr() for tensor in (*model.parameters(), *model.buffers())} | {0}
     return all(
         isinstance(value, torch.Tensor) and local_of(value).data_ptr() in own
@@ -104,8 +105,8 @@ def _is_live(model: Module, state: dict[str, Any]) -> bool:
 
 
 def _load_by_itself(model: Module, saved: dict[str, Any], live: dict[str, Any], path: str) -> None:
-    """Hooks make something else of it: only the module knows how. A plain value that no hook wants back is one that the
-    module makes anew each time it is asked."""
+    """Load through the module's own load_state_dict, because its hooks transform the state. A plain value that no hook
+    accepts is one that the module creates again each time."""
     result = model.load_state_dict(_with_metadata(saved, live), strict=False)
     left = [name for name in result.unexpected_keys if isinstance(saved.get(name), torch.Tensor)]
     if left or result.missing_keys:
@@ -115,5 +116,5 @@ def _load_by_itself(model: Module, saved: dict[str, Any], live: dict[str, Any], 
 
 def _with_metadata(saved: dict[str, Any], live: dict[str, Any]) -> dict[str, Any]:
     state = OrderedDict((name, cloned(value)) for name, value in saved.items())
-    state._metadata = getattr(live, "_metadata", None)  # type: ignore[attr-defined]
+    copy_metadata(live, state)
     return state

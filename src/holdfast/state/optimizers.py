@@ -19,26 +19,28 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.errors import StateError
-from holdfast.state.copies import cloned, misfit, overwrite, revived
-from holdfast.state.sharded import Sharded, into, moved
+from holdfast.state.dtensors import Sharded, copied_to, into
+from holdfast.state.tensor_copy import cloned, misfit, overwrite, revived
+from holdfast.torch_compat import has_state_dict_hooks
 
 Names = Mapping[int, str]
 """id() of a parameter → its name."""
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that has this rank's state: ZeRO's is inside of it, and its own state_dict() communicates."""
+    """Return the optimizer that has this rank's state: ZeRO's is inside of the given one, whose own state_dict()
+    communicates."""
     zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     return optimizer.optim if zero and isinstance(optimizer, zero.ZeroRedundancyOptimizer) else optimizer
 
 
 def is_split(optimizer: Optimizer) -> bool:
-    """Whether each rank has another part of its state, of which no image knows."""
+    """Return whether each rank has another part of its state, so that it belongs to the rank (per_rank_state.py)."""
     return unwrapped(optimizer) is not optimizer
 
 
 def optimizer_state(optimizer: Optimizer, names: Names) -> dict[str, Any]:
-    """What its state_dict() says, parameters named, in their order; the tensors are the live ones."""
+    """Return what state_dict() says, with parameters named, in their order; the tensors are the live ones."""
     inner = unwrapped(optimizer)
     state = dict(inner.state_dict())
     numbered = _numbered(inner, state)
@@ -60,41 +62,44 @@ def optimizer_state(optimizer: Optimizer, names: Names) -> dict[str, Any]:
 def load_optimizer(optimizer: Optimizer, saved: dict[str, Any], names: Names, path: str, is_ours: bool = False) -> None:
     """Put a state into the live optimizer, whether it has made a step yet or not.
 
-    `is_ours`: nobody else uses the saved tensors, so that they may become the live ones without a copy.
+    `is_ours`: no other code uses the saved tensors, so that they may become the live ones without a copy.
     """
     inner = unwrapped(optimizer)
+    groups, state = inner.param_groups, inner.state
     numbered = _numbered(inner, inner.state_dict())
     if numbered is None:
         inner.load_state_dict(revived(saved, inner.state_dict))
     else:
         _load_numbered(inner, _renumbered(saved, numbered, names, path), numbered, path, is_ours)
+    # torch replaces both, and another optimizer may share them, as SAM and the one that it updates by.
+    if inner.param_groups is not groups:
+        groups[:] = inner.param_groups
+        inner.param_groups = groups
+    if inner.state is not state:
+        state.clear()
+        state.update(inner.state)
+        inner.state = state
     if inner is not optimizer:
         for ours, theirs in zip(optimizer.param_groups, inner.param_groups, strict=True):
             ours.update(settings_of(theirs))
 
 
-def group_values(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """A copy of the settings of each group: what schedulers change."""
-    return [cloned(settings_of(group)) for group in optimizer.param_groups]
-
-
-def set_group_values(optimizer: Optimizer, saved: list[dict[str, Any]]) -> None:
-    """Put settings back; a learning rate that is a tensor stays the tensor it is."""
-    for group, values in zip(optimizer.param_groups, saved, strict=True):
-        for key, value in values.items():
-            if isinstance(held := group.get(key), torch.Tensor) and misfit(held, value) is None:
-                overwrite(held, value)
-            else:
-                group[key] = cloned(value)
+def put_settings(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
+    """Overwrite the settings of a group; a learning rate that is a tensor stays the tensor it is."""
+    for key, value in settings.items():
+        if isinstance(live := group.get(key), torch.Tensor) and misfit(live, value) is None:
+            overwrite(live, value)
+        else:
+            group[key] = cloned(value)
 
 
 def settings_of(group: dict[str, Any]) -> dict[str, Any]:
-    """All of a group but its parameters."""
+    """Return everything of a group but its parameters."""
     return {key: value for key, value in group.items() if key != "params"}
 
 
 def _numbered(optimizer: Optimizer, state: Any) -> dict[Any, torch.Tensor] | None:
-    """Number → parameter, in order; None if the state is not of torch's shape."""
+    """Return number → parameter, in order; None if the state does not have torch's structure."""
     if not isinstance(state, dict) or not {"state", "param_groups"} <= set(state):
         return None
     live, shown = optimizer.param_groups, state["param_groups"]
@@ -109,7 +114,7 @@ def _numbered(optimizer: Optimizer, state: Any) -> dict[Any, torch.Tensor] | Non
 
 
 def _renumbered(saved: dict[str, Any], numbered: dict[Any, torch.Tensor], names: Names, path: str) -> dict[str, Any]:
-    """The saved state with this optimizer's numbers."""
+    """Return the saved state with this optimizer's numbers."""
     numbers = {names.get(id(parameter), number): number for number, parameter in numbered.items()}
     if not isinstance(saved, dict) or not {"state", "param_groups"} <= set(saved):
         raise StateError(f"{path}: what was saved is not the state of an optimizer")
@@ -135,7 +140,8 @@ def _load_numbered(
     if is_torchs and _fits(optimizer, saved, numbered):
         for number, entry in saved["state"].items():
             _fill(optimizer.state[numbered[number]], entry)
-        set_group_values(optimizer, [settings_of(group) for group in saved["param_groups"]])
+        for group, values in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+            put_settings(group, settings_of(values))
         return
     devices = _step_devices(saved, numbered)
     placed = {
@@ -156,20 +162,14 @@ def _check_groups(optimizer: Optimizer, saved: dict[str, Any], numbered: dict[An
 
 
 def is_plain(optimizer: Optimizer) -> bool:
-    """Whether torch's own load_state_dict applies, with nobody's hooks."""
-    hooks = (
-        optimizer._optimizer_load_state_dict_pre_hooks,
-        optimizer._optimizer_load_state_dict_post_hooks,
-        optimizer._optimizer_state_dict_pre_hooks,
-        optimizer._optimizer_state_dict_post_hooks,
-    )
+    """Return whether torch's own load_state_dict applies, without foreign hooks."""
     kind = type(optimizer)
     ours = kind.load_state_dict is Optimizer.load_state_dict and kind.state_dict is Optimizer.state_dict
-    return ours and not any(hooks)
+    return ours and not has_state_dict_hooks(optimizer)
 
 
 def _fits(optimizer: Optimizer, saved: dict[str, Any], numbered: dict[Any, torch.Tensor]) -> bool:
-    """Whether the live state has the saved structure, so that copying in place is all there is to do."""
+    """Return whether the live state has the saved structure, so that copying in place is enough."""
     live = optimizer.state
     if {id(key) for key in live} != {id(numbered[number]) for number in saved["state"]}:
         return False
@@ -196,7 +196,7 @@ def _fill(live: dict[Any, Any], saved: dict[Any, Any]) -> None:
 
 
 def _step_devices(saved: dict[str, Any], numbered: dict[Any, torch.Tensor]) -> dict[Any, torch.device]:
-    """Where torch wants a parameter's `step`: on the host, unless the update runs wholly on the device."""
+    """Return where torch wants a parameter's `step`: on the host, unless the update runs entirely on the device."""
     return {
         number: numbered[number].device if group.get("capturable") or group.get("fused") else torch.device("cpu")
         for group in saved["param_groups"]
@@ -207,22 +207,24 @@ def _step_devices(saved: dict[str, Any], numbered: dict[Any, torch.Tensor]) -> d
 def _placed_entry(
     entry: dict[Any, Any], parameter: torch.Tensor, step_device: torch.device, path: str, is_ours: bool
 ) -> dict[Any, Any]:
-    """A parameter's state, in memory of its own, where this parameter needs it."""
+    """Return a parameter's state, in memory of its own, where this parameter needs it."""
     placed: dict[Any, Any] = {}
     for key, value in entry.items():
         if isinstance(value, Sharded) and isinstance(parameter, DTensor):
             placed[key] = into(value, parameter, is_ours)
         elif isinstance(value, Sharded):
-            raise StateError(f"{path}: saved was a shard, the parameter is whole: it must be resharded, not loaded")
+            raise StateError(
+                f"{path}: the saved one is a shard, the parameter is not: it must be resharded, not loaded"
+            )
         elif isinstance(value, torch.Tensor):
             device = step_device if key == "step" else parameter.device
-            placed[key] = value if is_ours and value.device == device else moved(value, device)
+            placed[key] = value if is_ours and value.device == device else copied_to(value, device)
         else:
             placed[key] = cloned(value)
     return placed
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """The parameters of all groups, in order."""
+    """Return the parameters of all groups, in order."""
     for group in optimizer.param_groups:
         yield from group["params"]

@@ -1,20 +1,20 @@
 """The state of S old shards into the live objects of a world of any size: FSDP2 to FSDP2, to DDP, from DDP, HSDP.
 
 The old shards are known by their skeletons; their tensors stay where they are (a peer, a file, memory) until they are
-moved. Tensors are found by name, never by position. Each old piece lies in a region of the whole, and so does what this
-rank needs; which pieces meet it, and where, is asked of torch's own planner. Only what meets is moved. So no tensor is
-ever whole in memory, unless this rank's part is the whole.
+moved. Tensors are found by name, never by position. Each old shard has a region of the full tensor, and so does this
+rank; torch's own planner finds where they intersect. Only the intersections are copied. So no full tensor is ever in
+memory, unless this rank has the full tensor.
 
     modules       filled where they are
-    optimizers    the state is made as the parameter is cut: a value of the parameter's shape is a cut one, any other
+    optimizers    the state is sharded as the parameter is: a value of the parameter's shape is sharded, any other
                   (Adam's `step`) is the same on every rank
     others        as the first shard has them; they are the same on every rank
-    gradients     of an accumulation: cut as their parameter is
+    gradients     of an accumulation: sharded as their parameter is
 
-Shards that hold the same region (HSDP's replicas) stand in for one another: `shards` may lack some.
+Shards that hold the same region (HSDP's replicas) stand in for one another: `shards` need not have all of them.
 
-It is done in two passes, so that whoever moves may do it all at once in between (loading.py): first room is made and
-the moves are asked for, in an order that is the same every time; then what has been filled is given to the objects.
+It is done in two passes, so that all copies can be made at once in between (load_parts.py): first memory is allocated
+and the copies are requested, in an order that is the same every time; then the filled tensors are given to the objects.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -30,47 +31,49 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from holdfast.errors import StateError
+from holdfast.state.dtensors import Sharded, TensorSharding, layout_of, local_of, local_region
 from holdfast.state.modules import EXTRA, load_transient, unwrapped
 from holdfast.state.optimizers import load_optimizer
-from holdfast.state.sharded import Layout, Sharded, layout_of, local_of, region
+from holdfast.state.per_rank_state import LOCAL
 from holdfast.state.tracked import GRADIENTS, TRANSIENT, Tracked
-from holdfast.state.tree import Path, Spec, dotted, leaf_value, sketch
+from holdfast.state.tree import Path, TensorSpec, dotted, leaf_value, sketch
+from holdfast.storage.coverage import Coverage
 
 Fetch = Callable[[int, int], torch.Tensor]
 """(shard, number of the tensor in it) → the tensor."""
 Region = tuple[slice, ...]
 Finish = Callable[[], Any]
-"""What is left to do when everything was moved."""
+"""An action for the end, when everything was copied."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
     """A tensor of the first shard, in its tree."""
 
-    spec: Spec
+    spec: TensorSpec
     index: int
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A tensor of one shard, or some rows of it: where it lies in the whole."""
+class SavedRegion:
+    """A tensor of one shard, or some rows of it, and its place in the full tensor."""
 
     shard: int
     index: int
-    spec: Spec
-    region: Region
+    spec: TensorSpec
+    local_region: Region
     rows: slice
-    """Which rows of the shard's tensor it is."""
+    """The rows of the shard's tensor."""
     origin: Any = None
-    """Where to get it from, for whoever moves it."""
+    """Where to get it from, for the subclass that copies it."""
 
     @property
     def size_bytes(self) -> int:
-        return _volume(self.region) * self.spec.dtype.itemsize
+        return _volume(self.local_region) * self.spec.dtype.itemsize
 
 
-class Old:
-    """The old shards: who has which region of which tensor. How it is moved is a subclass's."""
+class SavedLayout:
+    """The old shards: which part has which region of which tensor. Subclasses say how it is moved."""
 
     is_dry = False
     """Whether nothing is loaded: it is only found out what would be moved."""
@@ -78,82 +81,93 @@ class Old:
     def __init__(self, shards: Mapping[int, bytes]) -> None:
         if not shards:
             raise StateError("there is no shard to reshard from")
-        self._pieces: dict[Path, dict[tuple[tuple[int, int], ...], list[Piece]]] = {}
-        self._firsts: dict[int, list[Piece]] = {}
+        self._saved_regions: dict[Path, dict[tuple[tuple[int, int], ...], list[SavedRegion]]] = {}
+        self._firsts: dict[int, list[SavedRegion]] = {}
         self._first = min(shards)
         for shard in sorted(shards):
-            tree = sketch(shards[shard], partial(self._note, shard))
+            tree = sketch(shards[shard], partial(self._record, shard))
             if shard == self._first:
                 self.tree = tree
 
-    def pieces_of(self, shard: int, index: int, spec: Spec, lies: Region) -> list[Piece]:
-        """The pieces that a shard's tensor is in."""
-        return [Piece(shard, index, spec, lies, slice(0, spec.shape[0] if spec.shape else 1))]
+    def regions_of_tensor(self, shard: int, index: int, spec: TensorSpec, region: Region) -> list[SavedRegion]:
+        """Return the regions that a shard's tensor consists of."""
+        return [SavedRegion(shard, index, spec, region, slice(0, spec.shape[0] if spec.shape else 1))]
 
-    def move(self, piece: Piece, inside: Region, target: torch.Tensor) -> None:
-        """Copy what lies inside of a piece into the target: now, or before the second pass."""
+    def transfer(self, saved_region: SavedRegion, inside: Region, target: torch.Tensor) -> None:
+        """Copy what lies inside of a saved region into the target: now, or before the second pass."""
         raise NotImplementedError
 
-    def _note(self, shard: int, index: int, spec: Spec) -> _Leaf:
-        lies = _everything(spec.shape) if spec.layout is None else region(spec.layout)
-        if tuple(part.stop - part.start for part in lies) != spec.shape:
+    def _record(self, shard: int, index: int, spec: TensorSpec) -> _Leaf:
+        region = _everything(spec.shape) if spec.layout is None else local_region(spec.layout)
+        if tuple(part.stop - part.start for part in region) != spec.shape:
             raise StateError(f"{dotted(spec.path)} of shard {shard} has not the shape that its place in the mesh gives")
-        known, key = self._pieces.setdefault(spec.path, {}), tuple((part.start, part.stop) for part in lies)
+        known, key = self._saved_regions.setdefault(spec.path, {}), tuple((part.start, part.stop) for part in region)
         if key not in known:
-            known[key] = self.pieces_of(shard, index, spec, lies)
+            known[key] = self.regions_of_tensor(shard, index, spec, region)
         if shard == self._first:
             self._firsts[index] = known[key]
         return _Leaf(spec, index)
 
     def value(self, leaf: _Leaf) -> Any:
-        """A leaf that is the same on every rank."""
+        """Return the value of a leaf that is the same on every rank."""
         if leaf.spec.layout is not None:
-            raise StateError(f"{dotted(leaf.spec.path)} is a shard, where only what is the same everywhere can be kept")
+            raise StateError(
+                f"{dotted(leaf.spec.path)} is a shard, where only values that are the same on every rank can be stored"
+            )
         made = torch.empty(leaf.spec.shape, dtype=leaf.spec.dtype)
-        for piece in self._firsts[leaf.index]:
-            inside = tuple(slice(0, part.stop - part.start) for part in piece.region)
-            self.move(piece, inside, made[piece.rows] if made.dim() else made)
+        for saved_region in self._firsts[leaf.index]:
+            inside = tuple(slice(0, part.stop - part.start) for part in saved_region.local_region)
+            self.transfer(saved_region, inside, made[saved_region.rows] if made.dim() else made)
         return leaf_value(leaf.spec, made)
 
     def fill(self, target: torch.Tensor, wanted: Region, leaf: _Leaf) -> None:
-        """Move what lies in the wanted region of the whole into `target`, piece by piece."""
-        pieces = [piece for found in self._pieces[leaf.spec.path].values() for piece in found]
-        self._check_cover(pieces, leaf)
-        for piece, inside, within in _meeting(pieces, wanted, leaf.spec):
-            self.move(piece, inside, target[within])
+        """Copy the wanted region of the full tensor into `target`, region by region."""
+        saved_regions = list(chain.from_iterable(self._saved_regions[leaf.spec.path].values()))
+        for saved_region, inside, within in _intersections(self._cover(saved_regions, leaf), wanted, leaf.spec):
+            self.transfer(saved_region, inside, target[within])
 
-    def _check_cover(self, pieces: Sequence[Piece], leaf: _Leaf) -> None:
-        """All pieces must be cuts of the same whole, and together be all of it."""
-        shape = _whole_shape(leaf.spec)
-        for piece in pieces:
-            if _whole_shape(piece.spec) != shape or piece.spec.dtype != leaf.spec.dtype:
+    def _cover(self, saved_regions: Sequence[SavedRegion], leaf: _Leaf) -> list[tuple[SavedRegion, Region]]:
+        """Return what is used of each region, without overlap: all must belong to the same full tensor, and together
+        cover it."""
+        shape, coverage = _full_shape(leaf.spec), Coverage(_full_shape(leaf.spec))
+        covered: list[tuple[SavedRegion, Region]] = []
+        for saved_region in saved_regions:
+            if _full_shape(saved_region.spec) != shape or saved_region.spec.dtype != leaf.spec.dtype:
                 raise StateError(f"{dotted(leaf.spec.path)} is not the same tensor in every shard")
-        if sum(piece.size_bytes for piece in pieces) != math.prod(shape) * leaf.spec.dtype.itemsize:
-            raise StateError(f"{dotted(leaf.spec.path)} is not whole in the shards there are: some are missing")
+            region = saved_region.local_region
+            boxes = coverage.add([part.start for part in region], [part.stop - part.start for part in region])
+            covered += [(saved_region, tuple(slice(start, stop) for start, stop in box)) for box in boxes]
+        if coverage.missing:
+            missing = coverage.describe_missing()
+            raise StateError(f"{dotted(leaf.spec.path)} is not complete: no available shard has {missing}")
+        return covered
 
 
-def _meeting(pieces: Sequence[Piece], wanted: Region, spec: Spec) -> Iterator[tuple[Piece, Region, Region]]:
-    """The pieces that meet the wanted region, in their order: what of the piece, and where in the wanted region."""
+def _intersections(
+    covered: Sequence[tuple[SavedRegion, Region]], wanted: Region, spec: TensorSpec
+) -> Iterator[tuple[SavedRegion, Region, Region]]:
+    """Return the regions that meet the wanted one, in their order: what of the region, and where in the wanted one."""
     # Imported when needed: it costs a tenth of a second, and most workers never reshard.
     from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
     from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
     if not _volume(wanted):
         return
-    filled = [piece for piece in pieces if piece.size_bytes]
     saved = TensorStorageMetadata(
-        TensorProperties(spec.dtype), torch.Size(_whole_shape(spec)), [_chunk(piece.region) for piece in filled]
+        TensorProperties(spec.dtype), torch.Size(_full_shape(spec)), [_chunk(region) for _, region in covered]
     )
     items = create_read_items_for_chunk_list(dotted(spec.path), saved, [_chunk(wanted)])
     for number, item in sorted(((item.storage_index.index or 0, item) for item in items), key=lambda pair: pair[0]):
-        inside, within = _slices(item.storage_offsets, item.lengths), _slices(item.dest_offsets, item.lengths)
-        yield filled[number], inside, within
+        saved_region, region = covered[number]
+        begins = [part.start - full.start for part, full in zip(region, saved_region.local_region, strict=True)]
+        starts = [at + offset for at, offset in zip(begins, item.storage_offsets, strict=True)]
+        yield saved_region, _slices(starts, item.lengths), _slices(item.dest_offsets, item.lengths)
 
 
-def _chunk(lies: Region) -> Any:
+def _chunk(region: Region) -> Any:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-    starts, sizes = [part.start for part in lies], [part.stop - part.start for part in lies]
+    starts, sizes = [part.start for part in region], [part.stop - part.start for part in region]
     return ChunkStorageMetadata(torch.Size(starts), torch.Size(sizes))
 
 
@@ -161,48 +175,54 @@ def _slices(starts: Sequence[int], sizes: Sequence[int]) -> Region:
     return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
 
 
-class _Fetched(Old):
-    """Old shards whose tensors are fetched whole, one after another."""
+class _Fetched(SavedLayout):
+    """Old shards whose tensors are fetched completely, one after another."""
 
     def __init__(self, shards: Mapping[int, bytes], fetch: Fetch) -> None:
         super().__init__(shards)
         self._fetch = fetch
 
-    def move(self, piece: Piece, inside: Region, target: torch.Tensor) -> None:
-        source = self._fetch(piece.shard, piece.index)
-        _check_fetched(source, piece.spec)
+    def transfer(self, saved_region: SavedRegion, inside: Region, target: torch.Tensor) -> None:
+        source = self._fetch(saved_region.shard, saved_region.index)
+        _check_fetched(source, saved_region.spec)
         with torch.no_grad():
             target.copy_(source[inside])
 
 
-class _Noted(Old):
-    """Old shards of which nothing is moved, only noted."""
+class _DryRun(SavedLayout):
+    """Old shards of which nothing is moved, only recorded."""
 
     is_dry = True
 
     def __init__(self, shards: Mapping[int, bytes]) -> None:
         super().__init__(shards)
-        self.notes: list[tuple[int, int]] = []
+        self.requests: list[tuple[int, int]] = []
 
-    def move(self, piece: Piece, inside: Region, target: torch.Tensor) -> None:
-        self.notes.append((piece.shard, piece.index))
+    def transfer(self, saved_region: SavedRegion, inside: Region, target: torch.Tensor) -> None:
+        self.requests.append((saved_region.shard, saved_region.index))
 
 
 def reshard(shards: Mapping[int, bytes] | Sequence[bytes], fetch: Fetch, tracked: Tracked) -> None:
-    """Load the state of old shards, given by their skeletons, into objects that may be cut otherwise, or not at all."""
-    for finish in ask(_Fetched(_numbered(shards), fetch), tracked):
+    """Load the state of old shards, given by their skeletons, into objects that may be sharded otherwise, or not at
+    all."""
+    for finish in request_loads(_Fetched(_numbered(shards), fetch), tracked):
         finish()
 
 
 def needed(shards: Mapping[int, bytes] | Sequence[bytes], tracked: Tracked) -> list[tuple[int, int]]:
-    """What `reshard` would fetch for the same objects, (shard, number of the tensor), in that order."""
-    old = _Noted(_numbered(shards))
-    ask(old, tracked)
-    return old.notes
+    """Return what `reshard` would fetch for the same objects, (shard, number of the tensor), in that order."""
+    old = _DryRun(_numbered(shards))
+    request_loads(old, tracked)
+    return old.requests
 
 
-def ask(old: Old, tracked: Tracked) -> list[Finish]:
-    """The first pass; the second is to call what is returned, in order."""
+def request_loads(old: SavedLayout, tracked: Tracked) -> list[Finish]:
+    """Run the first pass, which records requests; the second is to call what is returned, in order."""
+    if LOCAL in old.tree or tracked.local_names():
+        raise StateError(
+            f"each rank has state of its own ({', '.join(tracked.local_names()) or 'gradients in accumulation'}), which"
+            " cannot be divided again: start with as many workers, and the model sharded in the same way"
+        )
     tracked.check_names(old.tree)
     finish: list[Finish] = []
     left_out = old.tree.get(TRANSIENT, {})
@@ -210,14 +230,16 @@ def ask(old: Old, tracked: Tracked) -> list[Finish]:
         finish += _fill_module(old, module, old.tree[name], name)
         finish.append(partial(load_transient, module, _values(old, left_out.get(name, {}))))
     for name, thing in tracked.others().items():
-        live = thing.state_dict() if _has_cuts(old.tree[name]) else None
+        live = thing.state_dict() if _has_shards(old.tree[name]) else None
         finish.append(partial(thing.load_state_dict, _like(old, old.tree[name], live)))
+    tracked.align_groups(old.tree)
     names = tracked.parameter_names()
     parameters = {names[id(item)]: item for item in tracked.parameters() if id(item) in names}
     for name, optimizer in tracked.optimizers().items():
         made = _optimizer_state(old, old.tree[name], parameters)
-        if not old.is_dry:  # or what was made for nothing would be held in memory all together
+        if not old.is_dry:  # else all the unused tensors would stay in memory
             finish.append(partial(load_optimizer, optimizer, made, names, name, is_ours=True))
+    finish.append(partial(tracked.load_flags, old.tree))
     finish.append(partial(tracked.load_gradients, _gradients(old, tracked)))
     return finish
 
@@ -226,7 +248,7 @@ def _numbered(shards: Mapping[int, bytes] | Sequence[bytes]) -> Mapping[int, byt
     return shards if isinstance(shards, Mapping) else dict(enumerate(shards))
 
 
-def _fill_module(old: Old, module: Module, saved: Any, path: str) -> list[Finish]:
+def _fill_module(old: SavedLayout, module: Module, saved: Any, path: str) -> list[Finish]:
     finish: list[Finish] = []
     model = unwrapped(module)
     live = model.state_dict()
@@ -246,41 +268,41 @@ def _fill_module(old: Old, module: Module, saved: Any, path: str) -> list[Finish
 
 
 def _give_back(model: Module, name: str, value: Any) -> None:
-    """A value that a hook has put there, to the hook that wants it, if there is one."""
+    """Return a value that a hook has put into the state to the hook that accepts it, if there is one."""
     model.load_state_dict({**model.state_dict(), name: value}, strict=False)
 
 
-def _fill_live(old: Old, live: torch.Tensor, leaf: _Leaf, path: str) -> None:
+def _fill_live(old: SavedLayout, live: torch.Tensor, leaf: _Leaf, path: str) -> None:
     target = local_of(live)
-    if tuple(live.shape) != _whole_shape(leaf.spec) or target.dtype != leaf.spec.dtype:
-        is_, was = f"{live.dtype} {list(live.shape)}", f"{leaf.spec.dtype} {list(_whole_shape(leaf.spec))}"
+    if tuple(live.shape) != _full_shape(leaf.spec) or target.dtype != leaf.spec.dtype:
+        is_, was = f"{live.dtype} {list(live.shape)}", f"{leaf.spec.dtype} {list(_full_shape(leaf.spec))}"
         raise StateError(f"{path} is {is_}, saved was {was}")
     old.fill(target, _region_of(live), leaf)
 
 
-def _optimizer_state(old: Old, saved: Any, parameters: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def _optimizer_state(old: SavedLayout, saved: Any, parameters: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     state = {
-        label: {key: _cut_like(old, value, parameters.get(label)) for key, value in entry.items()}
+        label: {key: _sharded_like(old, value, parameters.get(label)) for key, value in entry.items()}
         for label, entry in saved["state"].items()
     }
     rest = {key: _values(old, value) for key, value in saved.items() if key != "state"}
     return {**rest, "state": state}
 
 
-def _gradients(old: Old, tracked: Tracked) -> dict[str, Any] | None:
+def _gradients(old: SavedLayout, tracked: Tracked) -> dict[str, Any] | None:
     if (saved := old.tree.get(GRADIENTS)) is None:
         return None
     parameters = dict(enumerate(tracked.parameters()))
-    return {label: _cut_like(old, value, parameters.get(int(label))) for label, value in saved.items()}
+    return {label: _sharded_like(old, value, parameters.get(int(label))) for label, value in saved.items()}
 
 
-def _cut_like(old: Old, value: Any, parameter: torch.Tensor | None) -> Any:
-    """One value of a parameter's state: cut as the parameter is, if it has its shape."""
+def _sharded_like(old: SavedLayout, value: Any, parameter: torch.Tensor | None) -> Any:
+    """Return one value of a parameter's state, sharded as the parameter is if it has its shape."""
     if not isinstance(value, _Leaf):
         return _values(old, value)
-    shape = _whole_shape(value.spec)
-    is_cut = isinstance(parameter, DTensor) or value.spec.layout is not None
-    if parameter is None or tuple(parameter.shape) != shape or not is_cut:
+    shape = _full_shape(value.spec)
+    is_sharded = isinstance(parameter, DTensor) or value.spec.layout is not None
+    if parameter is None or tuple(parameter.shape) != shape or not is_sharded:
         if value.spec.layout is not None:
             raise StateError(f"{dotted(value.spec.path)} is a shard that does not have its parameter's shape")
         return _values(old, value)
@@ -290,16 +312,16 @@ def _cut_like(old: Old, value: Any, parameter: torch.Tensor | None) -> Any:
     return Sharded(local, layout_of(parameter)) if isinstance(parameter, DTensor) else local
 
 
-def _like(old: Old, value: Any, live: Any) -> Any:
-    """A value for an object's own load_state_dict; cut ones are cut as the object has them now."""
+def _like(old: SavedLayout, value: Any, live: Any) -> Any:
+    """Return a value for an object's own load_state_dict; sharded ones are sharded as the object has them now."""
     if isinstance(value, _Leaf) and isinstance(live, DTensor):
         made = torch.empty_like(live)
         _fill_live(old, made, value, dotted(value.spec.path))
         return made
     if isinstance(value, _Leaf) and value.spec.layout is not None:
-        whole = torch.empty(value.spec.layout.shape, dtype=value.spec.dtype)
-        old.fill(whole, _region_of(whole), value)
-        return whole
+        full = torch.empty(value.spec.layout.shape, dtype=value.spec.dtype)
+        old.fill(full, _region_of(full), value)
+        return full
     if type(value) is dict:
         known = live if isinstance(live, dict) else {}
         return {key: _like(old, item, known.get(key)) for key, item in value.items()}
@@ -309,8 +331,8 @@ def _like(old: Old, value: Any, live: Any) -> Any:
     return _values(old, value)
 
 
-def _values(old: Old, value: Any) -> Any:
-    """The value with its tensors, for what is the same on every rank."""
+def _values(old: SavedLayout, value: Any) -> Any:
+    """Return the value with its tensors, for what is the same on every rank."""
     if isinstance(value, _Leaf):
         return old.value(value)
     if type(value) is dict:
@@ -320,30 +342,30 @@ def _values(old: Old, value: Any) -> Any:
     return value
 
 
-def _has_cuts(value: Any) -> bool:
+def _has_shards(value: Any) -> bool:
     items = value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
-    is_cut = isinstance(value, _Leaf) and value.spec.layout is not None
-    return is_cut or any(_has_cuts(item) for item in items)
+    is_sharded = isinstance(value, _Leaf) and value.spec.layout is not None
+    return is_sharded or any(_has_shards(item) for item in items)
 
 
-def _whole_shape(spec: Spec) -> tuple[int, ...]:
+def _full_shape(spec: TensorSpec) -> tuple[int, ...]:
     return spec.shape if spec.layout is None else spec.layout.shape
 
 
 def _region_of(live: torch.Tensor) -> Region:
-    layout: Layout | None = layout_of(live) if isinstance(live, DTensor) else None
-    return _everything(live.shape) if layout is None else region(layout)
+    layout: TensorSharding | None = layout_of(live) if isinstance(live, DTensor) else None
+    return _everything(live.shape) if layout is None else local_region(layout)
 
 
 def _everything(shape: Sequence[int]) -> Region:
     return tuple(slice(0, size) for size in shape)
 
 
-def _volume(lies: Region) -> int:
-    return math.prod(part.stop - part.start for part in lies)
+def _volume(region: Region) -> int:
+    return math.prod(part.stop - part.start for part in region)
 
 
-def _check_fetched(tensor: torch.Tensor, spec: Spec) -> None:
+def _check_fetched(tensor: torch.Tensor, spec: TensorSpec) -> None:
     if tensor.dtype != spec.dtype or tuple(tensor.shape) != spec.shape:
-        got, said = f"{tensor.dtype} {list(tensor.shape)}", f"{spec.dtype} {list(spec.shape)}"
-        raise StateError(f"{dotted(spec.path)} was fetched as {got}, its skeleton says {said}")
+        got, expected = f"{tensor.dtype} {list(tensor.shape)}", f"{spec.dtype} {list(spec.shape)}"
+        raise StateError(f"{dotted(spec.path)} was fetched as {got}, its skeleton says {expected}")

@@ -26,29 +26,29 @@ import msgspec
 import torch
 
 from holdfast.errors import StateError
-from holdfast.state.leaves import (
+from holdfast.state.decode import StateDecoder
+from holdfast.state.encode import StateEncoder
+from holdfast.state.tensor_specs import (
     DTYPES,
     SKELETON_BYTES_MAX,
     TENSORS_BYTES_MAX,
     VERSION,
     Alias,
-    Flat,
+    FlatTree,
     Path,
-    Spec,
+    TensorSpec,
     dotted,
     leaf_value,
 )
-from holdfast.state.reader import Reader
-from holdfast.state.writer import Writer
 
 __all__ = [
     "DTYPES",
     "SKELETON_BYTES_MAX",
     "TENSORS_BYTES_MAX",
     "VERSION",
-    "Flat",
+    "FlatTree",
     "Path",
-    "Spec",
+    "TensorSpec",
     "aliases",
     "describe",
     "dotted",
@@ -60,24 +60,24 @@ __all__ = [
 ]
 
 
-def flatten(value: Any) -> Flat:
+def flatten(value: Any) -> FlatTree:
     """Take a state apart. Raises StateError naming the path of what cannot be kept."""
-    writer = Writer()
+    writer = StateEncoder()
     try:
         skeleton = msgspec.msgpack.encode([VERSION, writer.node(value, ())])
     except UnicodeEncodeError as error:
-        raise StateError(f"a word in the state is not valid Unicode: {error}") from None
+        raise StateError(f"a string in the state is not valid Unicode: {error}") from None
     if len(skeleton) > SKELETON_BYTES_MAX:
         sizes = f"{len(skeleton)} bytes beside its tensors, more than {SKELETON_BYTES_MAX}"
         raise StateError(f"the state has {sizes}: keep long lists as tensors")
-    return Flat(skeleton, writer.tensors, writer.specs, writer.aliases)
+    return FlatTree(skeleton, writer.tensors, writer.specs, writer.aliases)
 
 
 def unflatten(skeleton: bytes, tensors: Sequence[torch.Tensor]) -> Any:
     """Put a state together. The tensors are used as they are; DTensors come back as Sharded."""
     remaining = iter(tensors)
 
-    def next_leaf(spec: Spec) -> Any:
+    def next_leaf(spec: TensorSpec) -> Any:
         tensor = next(remaining, None)
         if tensor is None:
             raise StateError(f"{dotted(spec.path)}: the skeleton has more tensors than the {len(tensors)} given")
@@ -86,34 +86,34 @@ def unflatten(skeleton: bytes, tensors: Sequence[torch.Tensor]) -> Any:
             raise StateError(f"{dotted(spec.path)} is {is_}, the skeleton says {was}")
         return leaf_value(spec, tensor)
 
-    value = Reader(next_leaf).read(skeleton)
+    value = StateDecoder(next_leaf).read(skeleton)
     if next(remaining, None) is not None:
         raise StateError(f"the skeleton has fewer tensors than the {len(tensors)} given")
     return value
 
 
-def specs(skeleton: bytes) -> list[Spec]:
-    """What each tensor of a skeleton is, in order."""
-    found: list[Spec] = []
+def specs(skeleton: bytes) -> list[TensorSpec]:
+    """Return the description of each tensor of a skeleton, in order."""
+    found: list[TensorSpec] = []
     sketch(skeleton, lambda _, spec: found.append(spec))
     return found
 
 
-def sketch(skeleton: bytes, leaf: Callable[[int, Spec], Any]) -> Any:
-    """The state without its tensors: `leaf` says what stands in the place of each, given its number."""
+def sketch(skeleton: bytes, leaf: Callable[[int, TensorSpec], Any]) -> Any:
+    """Return the state without its tensors: `leaf` says what stands for each, given its number."""
     numbers = itertools.count()
-    return Reader(lambda spec: leaf(next(numbers), spec)).read(skeleton)
+    return StateDecoder(lambda spec: leaf(next(numbers), spec)).read(skeleton)
 
 
-def describe(flat: Flat) -> list[Spec]:
-    """What the tensors of a state are."""
+def describe(flat: FlatTree) -> list[TensorSpec]:
+    """Return the descriptions of the tensors of a state."""
     return flat.specs if flat.specs is not None else specs(flat.skeleton)
 
 
-def aliases(flat: Flat) -> list[Alias]:
-    """The other places where a tensor of a state stands: tied weights."""
+def aliases(flat: FlatTree) -> list[Alias]:
+    """Return the other places where a tensor of a state stands: tied weights."""
     if flat.aliases is not None:
         return flat.aliases
-    reader = Reader(lambda spec: spec)
+    reader = StateDecoder(lambda spec: spec)
     reader.read(flat.skeleton)
     return reader.aliases

@@ -2,9 +2,9 @@
 
 What the format wants: every byte behind the head belongs to a named tensor, without holes. So the frames around our
 tensors are tensors too, of bytes, named `__pad__.N`, and so is the skeleton, `__holdfast__.skeleton`. A dtype that the
-format had no name for from early on is shown as its bytes. Beside it, for whoever reads a directory of parts:
+format had no name for from early on is shown as its bytes. Beside it, for readers of a directory of parts:
 
-    DCP_SHARDING_INFO    where in the whole tensor each one begins, as HuggingFaceStorageReader wants to know it
+    DCP_SHARDING_INFO    where in the full tensor each one begins, as HuggingFaceStorageReader wants to know it
     holdfast             what each entry is and where its frame lies; what ours reads
 
 Reading trusts nothing, and allocates no more than a few times what it is given to read.
@@ -21,15 +21,18 @@ from typing import Any, NamedTuple
 import msgspec
 
 from holdfast.errors import CheckpointError
-from holdfast.storage.frames import ALIGNMENT_BYTES
-from holdfast.storage.pieces import ITEM_BYTES, Entry, Path
+from holdfast.storage.archive_frames import ALIGNMENT_BYTES
 
 FORMAT = 2
 HEADER_BYTES_MAX = 100_000_000
 """The format's own limit."""
+KEYS_MAX = 2_000_000
+"""How many keys a header may have, six for each tensor: in memory a key has up to twenty times its bytes."""
 PAGE_BYTES = 4096
 DIMENSIONS_MAX = 64
 SIZE_MAX = 2**62
+SKELETON_BYTES_MAX = 2**30
+"""What a state holds beside its tensors is read in one go."""
 METADATA = "__metadata__"
 SKELETON = "__holdfast__.skeleton"
 PADDING = "__pad__."
@@ -57,18 +60,68 @@ FORMAT_NAMES = {
 }
 """Names that every version of the package knows: one that it does not know keeps it from opening the file at all."""
 
+ITEM_BYTES = {
+    **dict.fromkeys(("bool", "uint8", "int8"), 1),
+    **dict.fromkeys(("uint16", "int16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("uint32", "int32", "float32", "complex32"), 4),
+    **dict.fromkeys(("uint64", "int64", "float64", "complex64"), 8),
+    "complex128": 16,
+    **dict.fromkeys(("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
+}
+"""Bytes of one element, by the name that torch has for the dtype."""
 
-class Head(NamedTuple):
-    """What a header says. Places count from the end of the header."""
+Path = tuple[str | int, ...]
+"""The keys that lead to a value in a state."""
 
-    entries: tuple[Entry, ...]
+
+class TensorRegion(msgspec.Struct, frozen=True, kw_only=True):
+    """A tensor or some of its rows, and their offsets in the full tensor."""
+
+    name: str
+    """The path in dots, for people and stock loaders, the same in every part that has a region of it."""
+    path: Path
+    """Where it stands in the state."""
+    index: int
+    """Number of the tensor in the skeleton of its shard."""
+    dtype: str
+    shape: tuple[int, ...]
+    """The shape of the region."""
+    offsets: tuple[int, ...]
+    """Where the region begins in the full tensor, which all shards and shares have together."""
+    full_shape: tuple[int, ...]
+    """The shape of the full tensor."""
+    aliases: tuple[Path, ...] = ()
+    """Other places in the state where the same tensor stands: tied weights."""
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+class TensorEntry(TensorRegion, frozen=True, kw_only=True):
+    """A region with its place in an image. Offsets count from the image's first byte."""
+
+    start: int
+    frame_start: int
+    """The archive around it, for stock torch."""
+    frame_bytes: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.size_bytes
+
+
+class ImageHead(NamedTuple):
+    """The content of a header. Offsets count from the end of the header."""
+
+    entries: tuple[TensorEntry, ...]
     skeleton_start: int
     skeleton_capacity: int
     about: dict[str, str]
 
 
 class _Listed(msgspec.Struct, frozen=True):
-    """A tensor, as the format lists it."""
+    """A tensor as the safetensors format lists it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -76,7 +129,7 @@ class _Listed(msgspec.Struct, frozen=True):
 
 
 class _Row(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor, as we list it beside."""
+    """A tensor as we list it in the metadata."""
 
     name: str
     path: Path
@@ -84,7 +137,7 @@ class _Row(msgspec.Struct, frozen=True, array_like=True):
     dtype: str
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
-    whole: tuple[int, ...]
+    full_shape: tuple[int, ...]
     frame_start: int
     frame_bytes: int
     aliases: tuple[Path, ...] = ()
@@ -103,8 +156,8 @@ class _Ours(_Version, frozen=True):
 # --- writing
 
 
-def encode(head: Head, data_bytes: int) -> bytes:
-    """The header of an image whose data, behind it, has so many bytes. A multiple of the page."""
+def encode(head: ImageHead, data_bytes: int) -> bytes:
+    """Return the header of an image that has `data_bytes` behind it. Its length is a multiple of the page."""
     listed: dict[str, Any] = {METADATA: {}}
     offsets: dict[str, Any] = {}
     for name, dtype, shape, start, end, begins in _spans(head, data_bytes):
@@ -120,17 +173,24 @@ def encode(head: Head, data_bytes: int) -> bytes:
     }
     content = _text(listed).encode()
     content += b" " * (-(len(content) + 8) % PAGE_BYTES)
+    if _keys(content) > KEYS_MAX:
+        raise CheckpointError(f"{len(rows)} tensors are too many for one file")
     if len(content) > HEADER_BYTES_MAX:
         raise CheckpointError(f"{len(rows)} tensors have a header of {len(content)} bytes, too many for one file")
     return len(content).to_bytes(8, "little") + content
+
+
+def _keys(content: bytes) -> int:
+    """Return how many keys a JSON text has, those of texts in it included, or a few more."""
+    return content.count(b'":')
 
 
 def _text(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
-def _spans(head: Head, data_bytes: int) -> Iterable[tuple[str, str, Sequence[int], int, int, Sequence[int]]]:
-    """All bytes behind the header, in order: name, dtype, shape, from, to, where in the whole it begins."""
+def _spans(head: ImageHead, data_bytes: int) -> Iterable[tuple[str, str, Sequence[int], int, int, Sequence[int]]]:
+    """Return all bytes behind the header, in order: name, dtype, shape, start, end, offset in the full tensor."""
     end = head.skeleton_start + head.skeleton_capacity
     yield SKELETON, "U8", [head.skeleton_capacity], head.skeleton_start, end, [0]
     paddings = 0
@@ -150,11 +210,12 @@ def _shown(dtype: str, shape: tuple[int, ...]) -> tuple[str, Sequence[int]]:
     return "U8", (math.prod(shape) * ITEM_BYTES[dtype],)
 
 
-def _begins(item: Entry) -> Sequence[int]:
-    """Of rows shown as bytes, the byte with which they begin: right where whole rows are cut, as shares are."""
+def _begins(item: TensorEntry) -> Sequence[int]:
+    """Return the offset of a region in the full tensor; of a dtype that is shown as bytes, the first byte. That is
+    exact because regions are complete rows."""
     if item.dtype in FORMAT_NAMES:
         return item.offsets
-    row_bytes = math.prod(item.whole[1:]) * ITEM_BYTES[item.dtype]
+    row_bytes = math.prod(item.full_shape[1:]) * ITEM_BYTES[item.dtype]
     return [item.offsets[0] * row_bytes if item.offsets else 0]
 
 
@@ -166,17 +227,19 @@ _listed, _version, _ours = msgspec.json.Decoder(_Listed), msgspec.json.Decoder(_
 
 
 def header_bytes(first: bytes, size_bytes: int) -> int:
-    """How many bytes the header has, its length included, given the first 8 bytes of a file of so many."""
+    """Return the length of the header with its 8 bytes of length, given those 8 bytes of a file of `size_bytes`."""
     length = int.from_bytes(first, "little")
     if len(first) != 8 or not 2 <= length <= min(HEADER_BYTES_MAX, size_bytes - 8):
-        raise CheckpointError(f"its header would have {length} of its {size_bytes} bytes: it is damaged, or no image")
+        raise CheckpointError(f"its header would have {length} of {size_bytes} bytes: it is damaged, or not an image")
     if (8 + length) % ALIGNMENT_BYTES:
         raise CheckpointError("its header does not end where one of ours would: it is damaged, or not written by us")
     return 8 + length
 
 
-def decode(content: bytes, data_bytes: int) -> Head:
-    """What a header says, checked against itself and against the bytes that follow it."""
+def decode(content: bytes, data_bytes: int) -> ImageHead:
+    """Return the content of a header, checked against itself and against the number of bytes that follow it."""
+    if (keys := _keys(content)) > KEYS_MAX:
+        raise CheckpointError(f"its header has {keys} keys, more than any of ours: it is damaged")
     try:
         listed = msgspec.json.decode(content, type=dict[str, msgspec.Raw])
         about = msgspec.json.decode(listed.pop(METADATA, msgspec.Raw(b"{}")), type=dict[str, str])
@@ -187,10 +250,12 @@ def decode(content: bytes, data_bytes: int) -> Head:
         raise CheckpointError(f"its header cannot be read: {error!r:.200}") from None
     _check_order([skeleton, *((item.frame_start, item.frame_start + item.frame_bytes) for item in entries)], data_bytes)
     start, end = skeleton
+    if end - start > SKELETON_BYTES_MAX:
+        raise CheckpointError(f"its header has {end - start} bytes for the skeleton; {SKELETON_BYTES_MAX} are allowed")
     if end - start < 8 or len({item.name for item in entries}) < len(entries):
-        raise CheckpointError("its header has no room for the skeleton, or the same name twice")
+        raise CheckpointError("its header has too little space for the skeleton, or the same name twice")
     about = {key: value for key, value in about.items() if key not in STOCK}
-    return Head(entries, start, end - start, about)
+    return ImageHead(entries, start, end - start, about)
 
 
 def _rows(about: Mapping[str, str], data_bytes: int) -> tuple[_Row, ...]:
@@ -204,24 +269,24 @@ def _rows(about: Mapping[str, str], data_bytes: int) -> tuple[_Row, ...]:
     return ours.rows
 
 
-def _entry(row: _Row, listed: _Listed) -> Entry:
-    """One entry; ValueError if what is said of it here and there does not fit together."""
+def _entry(row: _Row, listed: _Listed) -> TensorEntry:
+    """Return one entry; raise ValueError if the two listings of it do not agree."""
     start, end = listed.data_offsets
-    sizes = (*row.shape, *row.offsets, *row.whole, row.index, start, end, row.frame_start, row.frame_bytes)
-    lengths = {len(row.shape), len(row.offsets), len(row.whole)}
+    sizes = (*row.shape, *row.offsets, *row.full_shape, row.index, start, end, row.frame_start, row.frame_bytes)
+    lengths = {len(row.shape), len(row.offsets), len(row.full_shape)}
     if any(not 0 <= size < SIZE_MAX for size in sizes) or len(lengths) > 1 or max(lengths) > DIMENSIONS_MAX:
         raise ValueError(f"the sizes of {row.name:.80}")
-    entry = Entry(start=start, **{field: getattr(row, field) for field in _Row.__struct_fields__})
-    lies = all(at + size <= whole for at, size, whole in zip(row.offsets, row.shape, row.whole, strict=True))
-    framed = row.frame_start <= start and end <= row.frame_start + row.frame_bytes and start % ALIGNMENT_BYTES == 0
+    entry = TensorEntry(start=start, **{field: getattr(row, field) for field in _Row.__struct_fields__})
+    is_inside = all(at + size <= limit for at, size, limit in zip(row.offsets, row.shape, row.full_shape, strict=True))
+    is_framed = row.frame_start <= start and end <= row.frame_start + row.frame_bytes and start % ALIGNMENT_BYTES == 0
     is_shown = _shown(row.dtype, row.shape) == (listed.dtype, listed.shape) and not row.name.startswith(RESERVED)
-    if not lies or not framed or not is_shown or entry.end != end:
+    if not is_inside or not is_framed or not is_shown or entry.end != end:
         raise ValueError(f"the place of {row.name:.80}")
     return entry
 
 
 def _check_order(spans: Sequence[tuple[int, int]], data_bytes: int) -> None:
-    """From first to last, none over another, all within the data."""
+    """Raise CheckpointError unless the spans are in order, do not overlap and lie within the data."""
     places = [0, *(place for span in spans for place in span), data_bytes]
     if any(one > other for one, other in pairwise(places)):
-        raise CheckpointError("its header puts one thing over another, or beyond its end: it is damaged")
+        raise CheckpointError("its header has overlapping entries, or entries beyond its end: it is damaged")

@@ -1,78 +1,60 @@
-"""Locks on files: held by a process, gone with it, whatever ended it. On shared file systems they work across nodes if
-the file system passes flock on (NFS since Linux 2.6.12, Lustre with -o flock)."""
+"""The locks of checkpoints in a directory (util/files.py), as context managers."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
-UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
+from holdfast.util.files import FileLock, LockTakenError, LockUnsupportedError, open_plain
 
+__all__ = ["LockTakenError", "LockUnsupportedError", "exclusive", "in_turn", "shared", "touch"]
 
-class LockUnsupportedError(OSError):
-    """The file system has no locks."""
+PATIENCE_S = 60.0
+"""A process of ours has one of these locks for as long as a rename takes: seconds where the storage stalls."""
+MODE = 0o644
+"""Other users of a shared file system may read what this one writes."""
 
 
 @contextmanager
 def shared(path: Path) -> Iterator[int]:
-    """Hold a lock that others may share, on a file that is there; its descriptor."""
-    with _opened(path, os.O_RDONLY) as descriptor:
-        _lock(descriptor, fcntl.LOCK_SH)
-        yield descriptor
+    """Hold a lock that others may share, on a file that exists; yield its descriptor. Raises LockTakenError if another
+    process holds it alone and does not give it back."""
+    lock = FileLock(path)
+    lock.wait(PATIENCE_S, shared=True, create=False)
+    try:
+        yield lock.descriptor
+    finally:
+        lock.release()
 
 
 @contextmanager
 def exclusive(path: Path) -> Iterator[bool]:
-    """Hold the lock alone; False, at once, if somebody has it."""
-    with _opened(path, os.O_RDWR) as descriptor:
-        try:
-            _lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        yield True
+    """Hold the lock alone, on a file that exists; yield False, at once, if another process has it."""
+    lock = FileLock(path)
+    is_alone = lock.acquire(create=False)
+    try:
+        yield is_alone
+    finally:
+        lock.release()
 
 
 @contextmanager
 def in_turn(path: Path) -> Iterator[None]:
-    """Hold the lock alone, made if it is not there, after waiting for it. Where there are no locks, without."""
-    with _opened(path, os.O_RDWR | os.O_CREAT) as descriptor:
-        try:
-            _lock(descriptor, fcntl.LOCK_EX)
-        except LockUnsupportedError:
-            pass
+    """Wait for the lock and hold it alone; create the file if needed. Where there are no locks, continue without.
+    Raises LockTakenError if it is never given back."""
+    lock = FileLock(path, MODE)
+    try:
+        lock.wait(PATIENCE_S)
+    except LockUnsupportedError:
+        pass
+    try:
         yield
+    finally:
+        lock.release()
 
 
 def touch(path: Path) -> None:
-    """Make a file to lock."""
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
-
-
-@contextmanager
-def _opened(path: Path, flags: int) -> Iterator[int]:
-    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o644)
-    try:
-        yield descriptor
-    finally:
-        _unlock(descriptor)
-        os.close(descriptor)
-
-
-def _unlock(descriptor: int) -> None:
-    """Closing alone would leave the lock with every process that was forked meanwhile, for as long as it lives."""
-    with suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
-
-
-def _lock(descriptor: int, how: int) -> None:
-    try:
-        fcntl.flock(descriptor, how)
-    except OSError as error:
-        if error.errno in UNSUPPORTED:
-            raise LockUnsupportedError(error.errno, "this file system has no locks (flock)") from None
-        raise
+    """Create a file to lock."""
+    os.close(open_plain(path, os.O_RDWR | os.O_CREAT, MODE))

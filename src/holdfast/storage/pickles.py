@@ -4,7 +4,7 @@
     dcp_metadata      the `.metadata` of a directory, for torch.distributed.checkpoint
 
 What torch itself would write, less the bookkeeping. No class is imported for it: a pickle names classes by words, so
-this room needs no torch. Tests open both with the stock loaders.
+this package needs no torch. Tests open both with the stock loaders.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from holdfast.storage.image import Layout
-    from holdfast.storage.pieces import Entry, Path, Stored
+    from holdfast.storage.header import Path, TensorEntry
+    from holdfast.storage.image import ImageLayout
+    from holdfast.storage.non_tensors import StoredObject
 
 LEGACY_STORAGES = {
     "bool": "BoolStorage",
@@ -34,9 +35,9 @@ LEGACY_STORAGES = {
     "complex64": "ComplexFloatStorage",
     "complex128": "ComplexDoubleStorage",
 }
-"""What torch.save calls the storage of a dtype. Later dtypes have none: their storage is untyped bytes."""
+"""The names that torch.save has for the storage of a dtype. Later dtypes have none: their storage is untyped bytes."""
 LISTED_MAX = 4096
-"""The longest list that a number in a path may make of a branch, for whoever unflattens."""
+"""The longest list that a number in a path may make of a branch, for a reader that unflattens."""
 METADATA = "torch.distributed.checkpoint.metadata"
 _LENGTH = struct.Struct("<I")
 
@@ -63,7 +64,7 @@ class Instance(NamedTuple):
 
 
 class Persistent(NamedTuple):
-    """What the reader is to find by itself: torch's word for a storage in the archive."""
+    """A reference that the reader resolves: torch's way to name a storage in the archive."""
 
     key: tuple[Any, ...]
 
@@ -76,7 +77,7 @@ class Pairs(NamedTuple):
 
 @lru_cache(maxsize=4096)  # a model has many tensors and few shapes
 def tensor_pickle(dtype: str, shape: tuple[int, ...], size_bytes: int) -> bytes:
-    """The pickle of a contiguous tensor whose bytes are the archive's storage 0."""
+    """Return the pickle of a contiguous tensor whose bytes are the archive's storage 0."""
     strides = [math.prod(max(size, 1) for size in shape[at + 1 :]) for at in range(len(shape))]
     legacy = LEGACY_STORAGES.get(dtype)
     kind = Global("torch", legacy) if legacy else Global("torch.storage", "UntypedStorage")
@@ -88,16 +89,17 @@ def tensor_pickle(dtype: str, shape: tuple[int, ...], size_bytes: int) -> bytes:
     return pickled(Call(Global("torch._utils", f"_rebuild_tensor_v{2 if legacy else 3}"), arguments))
 
 
-def dcp_metadata(parts: Sequence[tuple[str, Layout]], objects: Sequence[tuple[str, Stored]] = ()) -> bytes:
-    """What torch.distributed.checkpoint wants to find in `.metadata`: which file has which piece of which tensor where.
+def dcp_metadata(parts: Sequence[tuple[str, ImageLayout]], objects: Sequence[tuple[str, StoredObject]] = ()) -> bytes:
+    """Return the `.metadata` that torch.distributed.checkpoint reads: which file has which region of which tensor at
+    which offset.
 
-    `objects`: what is no tensor, and the file that has it (objects.py).
+    `objects` are the values that are not tensors, each with the file that has it (non_tensors.py).
     """
     tensors, paths = _collect(parts)
     others = {one.name: (file, one) for file, one in objects if one.name not in tensors}
-    storage = [_storage(name, *piece) for name, pieces in tensors.items() for piece in pieces]
+    storage = [_storage(name, *region) for name, regions in tensors.items() for region in regions]
     storage += [_stored(file, one) for file, one in others.values()]
-    kinds = {name: _tensor(pieces) for name, pieces in tensors.items()}
+    kinds = {name: _tensor(regions) for name, regions in tensors.items()}
     return pickled(
         _instance(
             "Metadata",
@@ -110,39 +112,42 @@ def dcp_metadata(parts: Sequence[tuple[str, Layout]], objects: Sequence[tuple[st
     )
 
 
-def _collect(parts: Sequence[tuple[str, Layout]]) -> tuple[dict[str, list[tuple[Entry, str]]], dict[str, Path]]:
-    """The pieces of each tensor and their files, and the tensor's path.
+def _collect(
+    parts: Sequence[tuple[str, ImageLayout]],
+) -> tuple[dict[str, list[tuple[TensorEntry, str]]], dict[str, Path]]:
+    """Return the regions of each tensor with their files, and the tensor's path.
 
-    A piece that several parts have (what every shard holds whole) is listed once. Pieces of the same name that are no
-    pieces of the same whole (a tensor that is another one on each rank) get a name with the number of the part. Tied
+    A region that several parts have (a tensor that is replicated over shards) is listed once. Regions of the same name
+    that do not belong to one tensor (each rank has another tensor there) get a name with the number of the part. Tied
     tensors are in the files once, and here under each of their names.
     """
-    tensors: dict[str, list[tuple[Entry, str]]] = {}
+    tensors: dict[str, list[tuple[TensorEntry, str]]] = {}
     paths: dict[str, Path] = {}
     seen: set[tuple[str, tuple[int, ...]]] = set()
     for number, (file, layout) in enumerate(parts):
         for entry in layout.entries:
             name, path = entry.name, entry.path
-            if name in tensors and not _is_same_whole(tensors[name][0][0], entry):
+            if name in tensors and not _is_same_tensor(tensors[name][0][0], entry):
                 name, path = f"{name}@{number}", (*path[:-1], f"{path[-1] if path else ''}@{number}")
-            if (name, entry.offsets) in seen or (entry.size_bytes == 0 and math.prod(entry.whole) > 0):
+            if (name, entry.offsets) in seen or (entry.size_bytes == 0 and math.prod(entry.full_shape) > 0):
                 continue
             seen.add((name, entry.offsets))
             paths[name] = path
             tensors.setdefault(name, []).append((entry, file))
-    for pieces in list(tensors.values()):
-        for path in pieces[0][0].aliases:
+    for regions in list(tensors.values()):
+        for path in regions[0][0].aliases:
             if (alias := ".".join(map(str, path))) not in tensors:
-                tensors[alias], paths[alias] = pieces, path
+                tensors[alias], paths[alias] = regions, path
     return tensors, paths
 
 
-def _is_same_whole(one: Entry, other: Entry) -> bool:
-    return (one.whole, one.dtype, one.path) == (other.whole, other.dtype, other.path)
+def _is_same_tensor(one: TensorEntry, other: TensorEntry) -> bool:
+    return (one.full_shape, one.dtype, one.path) == (other.full_shape, other.dtype, other.path)
 
 
 def _planner_paths(paths: Mapping[str, Path]) -> dict[str, Path]:
-    """Where each tensor stands in the nested state. Whoever unflattens makes lists of numbers: only where they are."""
+    """Return the place of each tensor in the nested state. The unflattening reader makes lists of integer keys, so
+    integers are used only where the state has lists."""
     unlisted = {
         path[:at]
         for path in paths.values()
@@ -155,13 +160,14 @@ def _planner_paths(paths: Mapping[str, Path]) -> dict[str, Path]:
     }
 
 
-def _tensor(pieces: Sequence[tuple[Entry, str]]) -> Instance:
-    first = pieces[0][0]
+def _tensor(regions: Sequence[tuple[TensorEntry, str]]) -> Instance:
+    first = regions[0][0]
     chunks = [
-        _instance("ChunkStorageMetadata", offsets=_size(entry.offsets), sizes=_size(entry.shape)) for entry, _ in pieces
+        _instance("ChunkStorageMetadata", offsets=_size(entry.offsets), sizes=_size(entry.shape))
+        for entry, _ in regions
     ]
     return _instance(
-        "TensorStorageMetadata", properties=_properties(first.dtype), size=_size(first.whole), chunks=chunks
+        "TensorStorageMetadata", properties=_properties(first.dtype), size=_size(first.full_shape), chunks=chunks
     )
 
 
@@ -171,15 +177,15 @@ def _properties(dtype: str) -> Instance:
     return Instance(Global(METADATA, "TensorProperties"), (Global("torch", dtype), strided, False, contiguous, False))
 
 
-def _storage(name: str, entry: Entry, file: str) -> tuple[Instance, Instance]:
-    place = {"relative_path": file, "offset": entry.frame_start, "length": entry.frame_bytes}
-    info = Instance(Global("torch.distributed.checkpoint.filesystem", "_StorageInfo"), place)
+def _storage(name: str, entry: TensorEntry, file: str) -> tuple[Instance, Instance]:
+    location = {"relative_path": file, "offset": entry.frame_start, "length": entry.frame_bytes}
+    info = Instance(Global("torch.distributed.checkpoint.filesystem", "_StorageInfo"), location)
     return _instance("MetadataIndex", fqn=name, offset=_size(entry.offsets), index=None), info
 
 
-def _stored(file: str, one: Stored) -> tuple[Instance, Instance]:
-    place = {"relative_path": file, "offset": one.start, "length": one.size_bytes}
-    info = Instance(Global("torch.distributed.checkpoint.filesystem", "_StorageInfo"), place)
+def _stored(file: str, one: StoredObject) -> tuple[Instance, Instance]:
+    location = {"relative_path": file, "offset": one.start, "length": one.size_bytes}
+    info = Instance(Global("torch.distributed.checkpoint.filesystem", "_StorageInfo"), location)
     return _instance("MetadataIndex", fqn=one.name, offset=None, index=None), info
 
 
@@ -192,20 +198,20 @@ def _size(sizes: Iterable[int]) -> Call:
 
 
 def pickled(value: Any) -> bytes:
-    """The pickle of a value made of plain ones and of the kinds above, in protocol 2."""
-    writer = _Writer()
+    """Return the pickle, in protocol 2, of a value made of plain ones and of the kinds above."""
+    writer = _PickleWriter()
     writer.write(value)
     return b"\x80\x02" + bytes(writer.out) + b"."
 
 
-class _Writer:
+class _PickleWriter:
     def __init__(self) -> None:
         self.out = bytearray()
         self._memo: dict[Global, int] = {}
-        self._ways: dict[type, Callable[[Any], None]] = {
+        self._writers: dict[type, Callable[[Any], None]] = {
             NoneType: self._constant,
             bool: self._constant,
-            int: self._whole,
+            int: self._integer,
             float: self._float,
             str: self._text,
             bytes: self._bytes,
@@ -220,13 +226,13 @@ class _Writer:
         }
 
     def write(self, value: Any) -> None:
-        self._ways[type(value)](value)
+        self._writers[type(value)](value)
 
     def _constant(self, value: bool | None) -> None:
         self.out += b"N" if value is None else b"\x88" if value else b"\x89"
 
-    def _whole(self, value: int) -> None:
-        self.out += _whole(value)
+    def _integer(self, value: int) -> None:
+        self.out += _integer(value)
 
     def _float(self, value: float) -> None:
         self.out += b"G" + struct.pack(">d", value)
@@ -277,7 +283,7 @@ class _Writer:
 
     def _all(self, values: Iterable[Any]) -> None:
         for value in values:
-            self._ways[type(value)](value)
+            self._writers[type(value)](value)
 
     def _global(self, value: Global) -> None:
         if (known := self._memo.get(value)) is not None:
@@ -288,7 +294,7 @@ class _Writer:
 
 
 @lru_cache(maxsize=4096)
-def _whole(value: int) -> bytes:
+def _integer(value: int) -> bytes:
     if -(2**31) <= value < 2**31:
         return b"J" + struct.pack("<i", value)
     size = value.bit_length() // 8 + 1

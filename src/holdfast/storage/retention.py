@@ -15,27 +15,27 @@ from msgspec import Struct
 from holdfast.errors import UsageError
 
 
-class Candidate(Protocol):
-    """What a policy looks at."""
+class RetentionCandidate(Protocol):
+    """The facts about a checkpoint by which a policy chooses."""
 
     @property
     def step(self) -> int:
-        """Of the checkpoint."""
+        """Return the step of the checkpoint."""
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """Its pins."""
+        """Return its pins."""
 
     @property
     def metrics(self) -> dict[str, float | None]:
-        """What was measured at its step."""
+        """Return what was measured at its step."""
 
 
 class Policy:
-    """Which checkpoints to keep."""
+    """A rule for which checkpoints to keep."""
 
-    def keeps(self, candidates: Sequence[Candidate]) -> dict[int, str]:
-        """The steps to keep, each with the reason; candidates are given newest first."""
+    def keeps(self, candidates: Sequence[RetentionCandidate]) -> dict[int, str]:
+        """Return the steps to keep, each with the reason. Candidates are given newest first."""
         raise NotImplementedError
 
     def __or__(self, other: Policy) -> AnyOf:
@@ -43,11 +43,11 @@ class Policy:
 
 
 class LastN(Struct, Policy, frozen=True):
-    """The newest ones."""
+    """The policy that keeps the newest ones."""
 
     count: int
 
-    def keeps(self, candidates: Sequence[Candidate]) -> dict[int, str]:
+    def keeps(self, candidates: Sequence[RetentionCandidate]) -> dict[int, str]:
         why = "the newest" if self.count == 1 else f"one of the last {self.count}"
         return {item.step: why for item in candidates[: self.count]}
 
@@ -56,11 +56,11 @@ class LastN(Struct, Policy, frozen=True):
 
 
 class EveryK(Struct, Policy, frozen=True):
-    """Those whose step is a multiple."""
+    """The policy that keeps those whose step is a multiple."""
 
     steps: int
 
-    def keeps(self, candidates: Sequence[Candidate]) -> dict[int, str]:
+    def keeps(self, candidates: Sequence[RetentionCandidate]) -> dict[int, str]:
         return {item.step: f"a multiple of {self.steps}" for item in candidates if item.step % self.steps == 0}
 
     def __str__(self) -> str:
@@ -68,13 +68,14 @@ class EveryK(Struct, Policy, frozen=True):
 
 
 class BestBy(Struct, Policy, frozen=True):
-    """Those with the best value of a metric; those without a value are not among them. Of equal ones, the newer."""
+    """The policy that keeps those with the best value of a metric. Checkpoints without a value never count; of equal
+    ones the newer wins."""
 
     metric: str
     mode: Literal["min", "max"] = "min"
     count: int = 1
 
-    def keeps(self, candidates: Sequence[Candidate]) -> dict[int, str]:
+    def keeps(self, candidates: Sequence[RetentionCandidate]) -> dict[int, str]:
         sign = 1.0 if self.mode == "min" else -1.0
         measured = [(value, item.step) for item in candidates if (value := item.metrics.get(self.metric)) is not None]
         best = sorted(measured, key=lambda pair: (sign * pair[0], -pair[1]))[: self.count]
@@ -86,9 +87,9 @@ class BestBy(Struct, Policy, frozen=True):
 
 
 class Everything(Struct, Policy, frozen=True):
-    """All of them."""
+    """The policy that keeps all."""
 
-    def keeps(self, candidates: Sequence[Candidate]) -> dict[int, str]:
+    def keeps(self, candidates: Sequence[RetentionCandidate]) -> dict[int, str]:
         return {item.step: "all are kept" for item in candidates}
 
     def __str__(self) -> str:
@@ -96,9 +97,9 @@ class Everything(Struct, Policy, frozen=True):
 
 
 class Tagged(Struct, Policy, frozen=True):
-    """Those that are pinned."""
+    """The policy that keeps pinned ones."""
 
-    def keeps(self, candidates: Sequence[Candidate]) -> dict[int, str]:
+    def keeps(self, candidates: Sequence[RetentionCandidate]) -> dict[int, str]:
         return {item.step: f"pinned as {', '.join(item.tags)}" for item in candidates if item.tags}
 
     def __str__(self) -> str:
@@ -106,11 +107,11 @@ class Tagged(Struct, Policy, frozen=True):
 
 
 class AnyOf(Struct, Policy, frozen=True):
-    """What any of them keeps."""
+    """The policy that keeps what any of several policies keeps."""
 
     policies: tuple[Policy, ...]
 
-    def keeps(self, candidates: Sequence[Candidate]) -> dict[int, str]:
+    def keeps(self, candidates: Sequence[RetentionCandidate]) -> dict[int, str]:
         kept: dict[int, str] = {}
         for policy in self.policies:
             kept = policy.keeps(candidates) | kept
@@ -121,34 +122,34 @@ class AnyOf(Struct, Policy, frozen=True):
 
 
 def parse_policy(text: str) -> Policy:
-    """A policy as one writes it: last:3,every:1000,best:loss:min:2."""
-    policies = [_parse(word.strip()) for word in text.split(",") if word.strip()]
+    """Return the policy that a text like last:3,every:1000,best:loss:min:2 describes."""
+    policies = [_parse(rule.strip()) for rule in text.split(",") if rule.strip()]
     if not policies:
         raise UsageError(f"{text!r} keeps nothing: write for example last:3,every:1000,best:loss:min:2")
     return policies[0] if len(policies) == 1 else AnyOf(tuple(policies))
 
 
-def _parse(word: str) -> Policy:
-    match word.split(":"):
+def _parse(rule: str) -> Policy:
+    match rule.split(":"):
         case ["last", count]:
-            return LastN(_positive(count, word))
+            return LastN(_positive(count, rule))
         case ["every", steps]:
-            return EveryK(_positive(steps, word))
+            return EveryK(_positive(steps, rule))
         case ["best", metric, ("min" | "max") as mode] if metric:
             return BestBy(metric, mode)
         case ["best", metric, ("min" | "max") as mode, count] if metric:
-            return BestBy(metric, mode, _positive(count, word))
+            return BestBy(metric, mode, _positive(count, rule))
         case ["all"]:
             return Everything()
         case ["tagged"]:
             return Tagged()
         case _:
-            raise UsageError(f"{word!r:.80} is no policy: last:N, every:K, best:METRIC:min|max[:N], tagged and all are")
+            raise UsageError(f"{rule!r:.80} is not a policy: use last:N, every:K, best:METRIC:min|max[:N], tagged, all")
 
 
-def _positive(text: str, word: str) -> int:
+def _positive(text: str, rule: str) -> int:
     if not (text.isascii() and text.isdigit()) or int(text) < 1:
-        raise UsageError(f"{word!r:.80}: {text!r:.40} must be a whole number above 0")
+        raise UsageError(f"{rule!r:.80}: {text!r:.40} must be an integer above 0")
     return int(text)
 
 

@@ -13,65 +13,65 @@ from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
 from holdfast.errors import UsageError
-from holdfast.storage.image import BLOCK_BYTES
-
-__all__ = ["BLOCK_BYTES", "PATIENCE_S", "Progress", "Store", "is_remote", "open_store"]
+from holdfast.util.files import expand_home
 
 Progress = Callable[[int, int], None]
-"""Told bytes done and bytes in all."""
+"""A function that receives the bytes done and the bytes in all."""
 
-PATIENCE_S = 600.0
-"""How long an operation goes on trying against a store that is away: most outages of object stores are over by then,
-and training goes on meanwhile."""
+RETRY_FOR_S = 600.0
+"""How long an operation goes on trying against an unreachable store: most outages of object stores are over by
+then, and training goes on."""
 
 OBJECT_SCHEMES = frozenset({"s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl"})
 
 
 class Store(Protocol):
-    """Bytes by name."""
+    """A store of bytes by name."""
 
     @property
     def url(self) -> str:
-        """As a person would write it."""
+        """Return the URL or path as a person would write it."""
 
     @property
     def local(self) -> Path | None:
-        """The directory, if it is one: readers may then map its files."""
+        """Return the directory if the store is one: readers may map its files."""
 
     def put(
-        self, name: str, pieces: Iterable[memoryview], size_bytes: int, on_progress: Progress | None = None
+        self, name: str, blocks: Iterable[memoryview], size_bytes: int, on_progress: Progress | None = None
     ) -> None:
-        """Write a whole file, durable when this returns; what was there of that name is replaced in one move. Pieces
-        have BLOCK_BYTES each, but for the last, and can be iterated over again for a second try."""
+        """Write a complete file, durable when this returns; a file of that name is replaced atomically. Blocks have
+        BLOCK_BYTES each, except the last, and can be iterated again for a second try."""
 
     def put_new(self, name: str, content: bytes) -> bool:
-        """Create a small file with this content in one move, durable; False if something of the name is there. In a
-        directory its folder must be there: MissingError if it was renamed or removed."""
+        """Create a small durable file with this content atomically; return False if that name exists. In a directory
+        its folder must exist: MissingError if it was renamed or removed."""
 
     def replace(self, name: str, content: bytes, instead_of: bytes) -> bool:
-        """Put a small file in the place of one that has the content `instead_of`; False if it has not."""
+        """Replace a small file that has the content `instead_of`; return False if it does not have it."""
 
     def read(self, name: str, start: int = 0, size: int | None = None) -> bytes:
-        """The bytes of a file, from `start` on; fewer than `size` only at its end. MissingError if it is not there."""
+        """Return the bytes of a file from `start` on; fewer than `size` only at its end. Raise MissingError if it is
+        not there."""
 
     def size(self, name: str) -> int:
-        """Of a file, in bytes. MissingError if it is not there."""
+        """Return the size of a file in bytes. Raise MissingError if it is not there."""
 
     def names(self, folder: str) -> dict[str, int]:
-        """All files under a folder, by their full names, with their sizes. Empty if there is none."""
+        """Return all files under a folder, by their full names, with their sizes. Empty if there is none."""
 
     def folders(self, folder: str = "") -> list[str]:
-        """The names of the folders directly in a folder."""
+        """Return the names of the folders directly in a folder."""
 
     def modified_unix_s(self, folder: str) -> float:
-        """When something under a folder was last written; 0 if there is nothing."""
+        """Return when something under a folder was last written; 0 if there is nothing."""
 
     def delete(self, name: str) -> None:
         """Remove a file; nothing happens if it is not there."""
 
 
-def open_store(url: str, patience_s: float = PATIENCE_S) -> Store:
-    """The store a URL or a path means. UsageError if it means none. Nothing is asked of the store yet."""
+def open_store(url: str, retry_for_s: float = RETRY_FOR_S) -> Store:
+    """Return the store that a URL or a path means; raise UsageError if it means none. No request is sent to the store
+    yet."""
     scheme = _scheme(url)
     if scheme in ("", "file"):
         from holdfast.storage.directory import DirectoryStore
@@ -80,14 +80,28 @@ def open_store(url: str, patience_s: float = PATIENCE_S) -> Store:
     if scheme in OBJECT_SCHEMES:
         from holdfast.storage.object_store import ObjectStore
 
-        return ObjectStore(url, patience_s)
-    from holdfast.storage.filesystems import FilesystemStore
+        return ObjectStore(url, retry_for_s)
+    from holdfast.storage.fsspec_store import FsspecStore
 
-    return FilesystemStore(url)
+    return FsspecStore(url)
+
+
+def check_url(url: str) -> None:
+    """Raise UsageError if no store is known for a URL, or the package that reaches it is not installed. Nothing is
+    connected to."""
+    scheme = _scheme(url)
+    if scheme in OBJECT_SCHEMES:
+        from holdfast.storage.object_store import require_obstore
+
+        require_obstore(url)
+    elif is_remote(url):
+        from holdfast.storage.fsspec_store import check_protocols
+
+        check_protocols(url)
 
 
 def is_remote(url: str) -> bool:
-    """Whether it is a URL of something other than a directory of this machine's file system."""
+    """Return whether this is a URL of something other than a directory of this machine's file system."""
     return _scheme(url) not in ("", "file")
 
 
@@ -98,10 +112,13 @@ def _scheme(url: str) -> str:
 
 def _directory(url: str) -> Path:
     if not url:
-        raise UsageError("an empty name is no place for checkpoints: give a directory or a URL like s3://bucket/run")
+        raise UsageError("checkpoints need a place: give a directory or a URL like s3://bucket/run")
     if not _scheme(url):
-        return Path(url).expanduser().absolute()
-    parts = urlsplit(url)
+        return expand_home(url).absolute()
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:  # brackets that hold no address
+        raise UsageError(f"{url!r:.80} is not a URL: {error}") from None
     if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
-        raise UsageError(f"{url} names no directory of this machine: file:///absolute/path does")
+        raise UsageError(f"{url} does not name a directory of this machine: file:///absolute/path does")
     return Path(unquote(parts.path))

@@ -1,1 +1,1 @@
-"""What is said between processes and how: messages, the authenticated gRPC channel, the local socket."""
+"""Messages between processes, and the frames, handshake and TLS of their connections."""

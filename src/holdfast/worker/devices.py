@@ -10,7 +10,7 @@ import sys
 
 
 def count_devices(name: str) -> int:
-    """Raises ValueError with the reason if there are none of that name."""
+    """Return how many devices of this name there are. Raises ValueError with the reason if there are none."""
     import torch
 
     current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

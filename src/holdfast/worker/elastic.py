@@ -1,16 +1,16 @@
 """`@hf.elastic`: a training function that is entered again, in the same process, when the size of the world changes.
 
-The objects of a sharded model are cut for one rank of one world. When this process is given another place, they are of
+The objects of a sharded model are cut for one rank of one world. When this process is given another rank, they are of
 no use any more, but the copies of their state beside them are (replicas.py):
 
-    hold         a place came for which our objects are not built: `Reenter` leaves the function, through all its code
-    start over   the old objects are forgotten; torch.distributed begins anew under the new place, make-believe, as in a
-                 newcomer (old groups and meshes, and what torch remembers of them, are gone)
-    enter        the function builds and tracks its objects for the new place, and comes to its first step
-    join         the members of the view settle, and fill their objects from the copies (resharding.py)
+    hold         our objects are not built for the new assignment: `Reenter` leaves the function, through all its code
+    start over   the old objects are forgotten; torch.distributed begins again under the new rank, answering locally, as
+                 in a newcomer (old groups and meshes, and what torch remembers of them, are gone)
+    enter        the function builds and tracks its objects for the new rank, and comes to its first step
+    join         the members of the view settle, and fill their objects from the copies (reshard_live.py)
 
-A place that comes meanwhile, with yet another world, does the same again. The connections of the view that was left are
-kept until the next one is joined: somebody may still be finishing the last collective in it.
+An assignment that comes in between, with yet another world, does the same again. The connections of the view that was
+left are kept until the next one is joined: a rank may still be finishing the last collective in it.
 """
 
 from __future__ import annotations
@@ -23,23 +23,19 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import ParamSpec, TypeVar
 
-import torch
 import torch.distributed as dist
 
-from holdfast.errors import UsageError
+from holdfast.errors import Reenter, UsageError
+from holdfast.torch_compat import forget_meshes
 from holdfast.worker.collectives import groups
 from holdfast.worker.collectives.elastic_group import state
-from holdfast.worker.collectives.realm import Realm
+from holdfast.worker.collectives.view_connections import ViewConnections
 
 NEVER_OVER = sys.maxsize
-"""The view of a make-believe world: one that no revoke can mean. What is built in it is not disturbed by faults."""
+"""The view of a local world: one that no revoke can mean. What is built in it is not disturbed by faults."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-class Reenter(BaseException):
-    """Leaves an elastic function that is to be entered again. Not an Exception: user code must not swallow it."""
 
 
 class _Process:
@@ -48,16 +44,16 @@ class _Process:
     def __init__(self) -> None:
         self.depth = 0
         self.prepare: Callable[[], None] | None = None
-        self.left: list[Realm] = []
+        self.left: list[ViewConnections] = []
 
 
 _process = _Process()
 
 
 def elastic(function: Callable[P, R]) -> Callable[P, R]:
-    """For the function that calls `hf.init()`, builds the model and trains it. It is called again, with the same
-    arguments, whenever the number of workers has changed and the model is sharded; make everything that depends on
-    the rank inside it."""
+    """Decorate the function that calls `hf.init()`, builds the model and trains it. It is called again, with the same
+    arguments, whenever the number of workers has changed and the model is sharded; make everything that depends on the
+    rank inside it."""
 
     @functools.wraps(function)
     def enter(*arguments: P.args, **named: P.kwargs) -> R:
@@ -77,12 +73,12 @@ def elastic(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def is_inside() -> bool:
-    """Whether this process can enter its training function again."""
+    """Return whether this process can enter its training function again."""
     return _process.depth > 0
 
 
 def prepare_with(prepare: Callable[[], None]) -> None:
-    """What is to be done before the function is entered again."""
+    """Set what is to be done before the function is entered again."""
     _process.prepare = prepare
 
 
@@ -96,10 +92,10 @@ def _prepare() -> None:
 
 
 def start_over(rank: int, world_size: int, timeout: timedelta) -> None:
-    """A make-believe world under another rank, as if nothing had been before."""
-    if state.realm is not None:
-        _process.left.append(state.realm)
-    state.realm = None
+    """Begin again under another rank, with collectives that are answered locally, as if nothing had been before."""
+    if state.connections is not None:
+        _process.left.append(state.connections)
+    state.connections = None
     dist.destroy_process_group()
     forget_meshes()
     gc.collect()  # models hold themselves: the old one goes before the new one comes
@@ -108,29 +104,8 @@ def start_over(rank: int, world_size: int, timeout: timedelta) -> None:
     sys.excepthook = excepthook
 
 
-def forget_meshes() -> None:
-    """torch remembers how operations on DTensors are spread, with the mesh it first saw: an equal one of a later world
-    would get the old one's groups."""
-    if "torch.distributed.tensor" not in sys.modules:
-        return
-    from torch.distributed.tensor import DTensor, _random, _redistribute
-    from torch.distributed.tensor._collective_utils import MeshTopoInfo
-
-    propagator = DTensor._op_dispatcher.sharding_propagator
-    for cached in (
-        propagator.propagate_op_sharding,
-        propagator._propagate_tensor_meta_cached,
-        _redistribute._gen_transform_infos,
-        MeshTopoInfo.build_from_mesh,
-    ):
-        getattr(cached, "cache_clear", lambda: None)()
-    _redistribute.clear_redistribute_planner_cache()
-    torch._C._clear_DTensor_sharding_propagator_cache()
-    _random._rng_tracker = None
-
-
 def let_go() -> None:
-    """The next view is joined: nobody needs the connections of those before."""
+    """Close the connections of views that were left, once the next view is joined."""
     while _process.left:
         _process.left.pop().retire()
 

@@ -1,298 +1,382 @@
-"""The main thread's part in a run that is repaired: steps, commits, and the way from a broken view into the next.
+"""The main thread's way through a run that is repaired: steps, commits, and the path from a broken view to the next.
 
-It is always in one of these places, and each knows what to do about a view that is over:
+It is always at one of these points, and each knows what to do about a view that is over:
 
     in the body of a step        the error lands in `with step:`; the next view is joined, the step undone and repeated
-    at the barrier of a step     the next view is joined; if anybody has passed the barrier the step is committed: go on
+    at the barrier of a step     the next view is joined; if any rank has passed the barrier, the step is committed
     between two steps            nothing communicates; the next collective finds the view over
-    at the top of a step         `bring_in`: a planned view is joined, newcomers get their state, models are put right
-    behind the last step         `close`: nobody leaves before all have committed it, so there is always a peer to ask
+    at the top of a step         `enter_view`: a planned view is joined, newcomers get their state, models are put right
+    behind the last step         `close`: no rank leaves before all have committed it, so there is always a peer to ask
 
-`bring_in` is where every way into a view ends: those who repeat, those who rolled forward, newcomers, the first start.
+`enter_view` is where every way into a view ends: of ranks that repeat, of those that roll forward, of newcomers, and of
+the first start.
+
+The engine decides. It communicates through `EngineCollectives`, talks to the agent through `EngineAgent`, and has the
+tracked objects changed through `EngineState` (engine_interfaces.py). Tests give it simulated ones
+(tests/worker/test_engine.py).
 """
 
 from __future__ import annotations
 
-import logging
 import time
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from holdfast.core.events import SessionInfo
-from holdfast.data.handing import Handing
 from holdfast.data.randomness import set_generators, slot_key
-from holdfast.errors import SettleError
-from holdfast.state.optimizers import is_split
-from holdfast.state.snapshot import Snapshot
+from holdfast.errors import FinishAlone, HoldfastError, RepeatStep, ScriptError, StateConflictError
 from holdfast.state.tracked import Tracked
-from holdfast.wire.progress import Phase
-from holdfast.wire.session import Closed, Committed, FromWorker, Joined, Ready
-from holdfast.worker import elastic, feeds
-from holdfast.worker.collectives import groups, talk
-from holdfast.worker.guards import Guards
-from holdfast.worker.launch import Launch
-from holdfast.worker.membership import bare
-from holdfast.worker.memory import checkpoints, resharding, restoring
-from holdfast.worker.memory.replicas import Ring
-from holdfast.worker.memory.snapshots import NO_WORDS, Cut, Snapshots
-from holdfast.worker.memory.starting import find_start
-from holdfast.worker.parallel.models import align_buffers, is_sharded, reset_models, shards_of
-from holdfast.worker.settling import Settlement, Standing
-from holdfast.worker.transaction import TRIAL_STEPS, Copy, RepeatStep, Transaction
-from holdfast.worker.witness import Witness, describe, mark_of
+from holdfast.wire.progress_page import ProgressPage, WorkerPhase
+from holdfast.wire.worker_messages import (
+    Assignment,
+    FromWorker,
+    SessionRevisedMessage,
+    StepCommittedMessage,
+    TrainingClosedMessage,
+    ViewJoinedMessage,
+    WorkerReady,
+)
+from holdfast.worker.collectives import groups
+from holdfast.worker.engine_interfaces import EngineAgent, EngineCollectives, EngineState
+from holdfast.worker.membership import Membership, without_frames
+from holdfast.worker.numeric_guards import NumericGuards
+from holdfast.worker.parking import Parking
+from holdfast.worker.replica_check import Due
+from holdfast.worker.resume_point import RankStatus, ResumePoint
+from holdfast.worker.sample_recorder import SampleRecorder, mark_of
+from holdfast.worker.script_checks import refuse_collective_of, warn_of_collective
+from holdfast.worker.transaction import TRIAL_STEPS, StepTransaction
 
-log = logging.getLogger(__name__)
+GENERATORS = "a function of seed, step and rank or slot"
+
+
+class CommitVote(NamedTuple):
+    """What a rank says at the barrier of a step. The maximum of each number over all ranks is the answer, so a number
+    of which the lowest counts too is said twice, once negative."""
+
+    step: int
+    negative_step: int
+    newest_view: int
+    """The newest view that the rank's agent has told it of: all change to it together, after this step."""
+    saw_tail: int
+    """Whether a collective followed an update, in this step or one before."""
+    is_copy_dear: int
+    """Whether a copy of the state takes a noticeable part of the step."""
+    data_mark: int
+    negative_data_mark: int
+    """A checksum of where the loaders stand; it differs where they do."""
+    values_mark: int
+    negative_values_mark: int
+    """A checksum of the plain values that are tracked (state/plain_values.py)."""
+    wants_replica_check: int
+
+    def agree(self, snapshots: Sequence[int], collectives: EngineCollectives) -> tuple[CommitVote, list[int]]:
+        """Return what all ranks say, and the same of their snapshots, in one exchange: it is the barrier. Raises
+        StateConflictError or ScriptError if the ranks do not make the same step of the same data."""
+        values = collectives.agree((*self, *snapshots))
+        answer = CommitVote(*values[: len(self)])
+        if answer.step != -answer.negative_step:
+            raise StateConflictError(
+                f"the ranks are at steps {-answer.negative_step} to {answer.step}: they do not run the same program"
+            )
+        if answer.data_mark != -answer.negative_data_mark:
+            raise ScriptError("the ranks' loaders are at different steps, or skip different ones: do it on every rank")
+        if answer.values_mark != -answer.negative_values_mark:
+            raise ScriptError(
+                "the plain values named in job.track differ between ranks: compute each from the same numbers on all"
+                " ranks (all-reduce a loss before it is compared), or give each rank its own in job.track_local(…)"
+            )
+        return answer, values[len(self) :]
 
 
 class Engine:
-    """One worker's progress through the steps."""
+    """One worker's progress through the steps. Without an agent and a membership nothing is repaired."""
 
-    def __init__(self, launched: Launch, tracked: Tracked, seed: int | None) -> None:
-        self._line, self._page, self.membership = launched.line, launched.page, launched.membership
-        self._launched, self._tracked, self._seed = launched, tracked, seed
+    def __init__(
+        self,
+        state: EngineState,
+        page: ProgressPage,
+        seed: int | None,
+        *,
+        agent: EngineAgent | None = None,
+        membership: Membership | None = None,
+        collectives: EngineCollectives = groups,
+        spare: Parking | None = None,
+        is_newcomer: bool = False,
+    ) -> None:
+        self._state, self._page, self._agent, self.membership = state, page, agent, membership
+        self.collectives, self._spare, self._seed = collectives, spare, seed
         self.next_step = 0
         self._first_step = 0
-        self._begun = -1
+        self._applied_step = -1
+        """The newest step whose update this rank has begun to apply."""
         self._has_state = False
         self._at_barrier = False
-        self._settlement: Settlement | None = None
+        self._resume: ResumePoint | None = None
         """What the members of the view have agreed on and not yet carried out."""
-        self._change_at = 0
+        self._planned_view = 0
         """The view to change to after this step, by plan; 0 if none."""
-        self._proved_view = 0
-        self._shards, self._shard = 1, 0
-        self._builds_alone = launched.is_newcomer
+        self._committed_view = 0
+        """The newest view of which the agent knows that a step was committed in it."""
+        self._builds_alone = is_newcomer
         """Whether the others train already, so that we meet them at our first step."""
-        self._is_filled = True
-        """Whether our objects hold the state, if we have it; otherwise it lies in `_carried`."""
-        self._carried: list[tuple[int, int, Snapshot]] = []
-        """Copies from before the objects were built anew: number of shards, shard, copy."""
-        self._ring: Ring | None = None
+        self._reported: SessionInfo | None = None
+        """What the agent knows of our state."""
         self._keeps_copy = True
-        self._transaction: Transaction | None = None
-        self._snapshots: Snapshots | None = None
-        self._recalled = (-1, False)
-        """The step that all have started from, if it was in the agents' memory."""
-        self._witness = Witness(self._page)
+        self._samples = SampleRecorder(page)
+        self._resumed_from = ""
+        """The saved state with which this process began; empty: none."""
         self.logged: dict[str, float] = {}
-        """What the script said of its last committed step."""
-        self.guards = Guards(self)
+        """What the script logged in its last committed step."""
+        self.guards = NumericGuards(self)
         self._step_began_ns = 0
-        groups.on_collective(self._on_collective)
+        self._is_paced = False
+        """Whether nothing but the last step lies between its beginning and that of the next."""
+        self.is_outside = False
+        """Whether code of the loop that is not inside a step runs."""
+        self.drawing = ""
+        """The kind of the source that a batch is drawn from, by each rank for itself; empty: none is."""
+        self.is_fresh_start = False
+        """Whether all ranks began the run together, from scratch or from a checkpoint, in the view in force."""
+        collectives.on_collective(self._on_collective)
 
     @property
-    def transaction(self) -> Transaction:
-        assert self._transaction is not None, "the steps have not begun"
-        return self._transaction
+    def transaction(self) -> StepTransaction:
+        """The step under way."""
+        assert self._state.transaction is not None, "the steps have not begun"
+        return self._state.transaction
 
     @property
     def is_stepping(self) -> bool:
-        """Whether a step is under way."""
-        return self._transaction is not None and self._transaction.is_open
+        """Return whether a step is under way."""
+        return self._state.transaction is not None and self._state.transaction.is_open
 
     @property
     def seed(self) -> int:
-        """Of the steps' generators."""
+        """The seed of the steps' generators."""
         assert self._seed is not None, "the steps have not begun"
         return self._seed
+
+    @property
+    def upcoming_step(self) -> int:
+        """The next step, as far as it is known: before `enter_view` too, where a process has joined the others."""
+        return self._resume.next_step if self._resume is not None else self.next_step
 
     # --- into the views
 
     def restore(self) -> None:
-        """Everything is tracked: go on from what the agents have in memory, or from the last checkpoint, whichever is
-        newer, if there is one and nobody trains already."""
-        self._shards = shards_of(self._tracked.modules().values())
-        self._shard = dist.get_rank() % self._shards
-        if not self._builds_alone and self._launched.checkpoint_dir:
+        """Go on from the newest state in the agents' memory or on storage, unless other ranks train already; everything
+        is tracked."""
+        self._state.measure(is_alone=self._builds_alone)
+        if not self._builds_alone:
             self._restore()
 
     def _restore(self) -> bool:
-        """All ranks together. Whether there was something."""
-        place = self.membership.place if self.membership else None
-        local = (place.local_rank, place.local_world_size) if place is not None else (0, 1)
-        held = self._line.held() if self._line is not None and place is not None else ()
-        url, talking = self._launched.checkpoint_dir, talk.in_session()
-        found = find_start(url, held, local, self._tracked, self._shards, talking)
+        """Restore, all ranks together. Return whether there was a state."""
+        found = self._state.restore(self.membership.assignment if self.membership else None)
         if found is None:
             return False
         self.next_step, self._seed, self._first_step = found.step, found.seed, found.step
-        if found.is_recalled:
-            self._recalled = (found.step, found.is_intact)
-            if self._snapshots is not None:
-                self._snapshots.start_from(*self._recalled)
+        self._resumed_from = found.checkpoint.url if found.checkpoint is not None else "the nodes' memory"
         return True
 
-    def _start_anew(self, settlement: Settlement) -> Settlement:
-        """Nobody has the state, though we came as newcomers to those who should: they have died too, before their end
-        was known to who made this view. It begins as one in which all start anew does."""
-        place = self.membership.place if self.membership else None
-        is_found = bool(self._launched.checkpoint_dir) and self._restore()
-        (begun,) = groups.agree((place.begun if place is not None else -1,))
-        if not is_found and begun >= 0:
-            raise SettleError(
-                f"step {begun} was begun, and nobody who had the state is left; it is not in memory, nor on storage"
+    def _start_again(self, resume: ResumePoint) -> ResumePoint:
+        """Begin as a view does in which all ranks start: we came as newcomers to ranks that had the state, and those
+        died before their end was known to the master that made this view."""
+        assignment = self.membership.assignment if self.membership else None
+        is_found = self._restore()
+        (applied,) = self.collectives.agree((assignment.applied_step if assignment is not None else -1,))
+        if not is_found and applied >= 0:
+            raise StateConflictError(
+                f"step {applied} was begun, and no rank that had the state is left; it is not in memory, nor on storage"
             )
-        seed = self.seed if is_found else settlement.seed
-        return settlement._replace(next_step=self.next_step, first_step=self.next_step, seed=seed)
+        seed = self.seed if is_found else resume.seed
+        return resume._replace(
+            next_step=self.next_step, first_step=self.next_step, seed=seed, local_since=self._state.local_since
+        )
 
     def begin(self) -> None:
-        """At the first step: everything is built and tracked. A spare waits here for its call."""
-        self._choose_undo()
-        if self.membership is None or self._line is None:
+        """Meet the others at the first step: everything is built and tracked. A spare waits here for its rank."""
+        state, membership = self._state, self.membership
+        state.begin(has_session=membership is not None)
+        if membership is not None:
+            membership.built_for = state.built_for or membership.built_for
+            membership.runs_on_device = state.runs_on_device
+            membership.settle_device = state.settle_device
+        if membership is None or self._agent is None:
             self._has_state = True
             self._keeps_copy = False
             self._seed = self._seed if self._seed is not None else torch.initial_seed()
             return
-        if self._launched.snapshots.every >= 0 and self._can_be_kept():
-            self._snapshots = Snapshots(self._line, self._tracked, self._launched.snapshots, self._describe)
-            self._snapshots.start_from(*self._recalled)
-        self._page.move(phase=Phase.PARKED)
-        self._witness.attach(feeds.witnessed(self._tracked).values())
-        self._line.tell(Ready(self._session_info(), describe(feeds.witnessed(self._tracked))))
-        join = self.membership.join_next if self._builds_alone else self.membership.join_present
-        self._settlement = join(self._standing())
-
-    def _can_be_kept(self) -> bool:
-        """Whether images of the state could be loaded again."""
-        split = [name for name, optimizer in self._tracked.optimizers().items() if is_split(optimizer)]
-        if split:
-            log.warning("%s has other state on each rank: no snapshots and no checkpoints; use FSDP2", ", ".join(split))
-        return not split
+        state.begin_session(self._describe)
+        self._samples.attach(state.audited().values())
+        self._reported, data = state.session_info(), state.data_sources()
+        if self._spare is not None:
+            self._spare.wait()
+        self._page.move(phase=WorkerPhase.PARKED)
+        answers = self.collectives.end_answers(state.tensors() if self.collectives.has_unanswered() else ())
+        membership.answers = membership.answers or answers
+        self._agent.tell(WorkerReady(self._reported, data, answers))
+        join = membership.join_next if self._builds_alone else membership.join_present
+        self._resume = join(self._status())
 
     def start_over(self, tracked: Tracked) -> None:
-        """All objects will be built anew, for another place in the world. What we know stays; the state is in copies,
-        of the step before the next and of the one after, as it may turn out to be committed."""
+        """Forget all objects: they are built again, for another rank or world size. The state stays in copies."""
         assert self.membership is not None
-        if self._ring is not None:
-            self._carried += [
-                (self._shards, shard, copy)
-                for step in (self.next_step, self.next_step + 1)
-                for shard, copy in self._ring.copies_at(step, self._shard).items()
-            ]
-        if self._snapshots is not None:
-            self._snapshots.close()
-            self._snapshots = None  # it knows the old model, which must go before the new one comes
-        self._tracked, self._ring, self._transaction, self._settlement = tracked, None, None, None
-        self._builds_alone, self._is_filled = True, False
-        self._change_at = 0
+        self._state.rebuild(tracked, self.next_step)
+        self._resume, self._builds_alone = None, True
+        self._planned_view = 0
         self.membership.built_for = None
         self.membership.start_over()
 
-    def bring_in(self) -> None:
-        """At the top of a step: if the view is new, its members make sure that all of them have the settled state."""
-        if self._settlement is None and self.membership is not None and self._change_at > self.membership.view:
+    def enter_view(self) -> None:
+        """Make sure that all members of a new view have the agreed state; at the top of each step."""
+        member = self.membership
+        if self._resume is None and member and (self._planned_view > member.view or member.is_assignment_pending):
             self._join(None)
-        while self._settlement is not None:
+        while self._resume is not None:
             try:
-                self._carry_out(self._settlement)
+                self._carry_out(self._resume)
             except Exception as error:
                 if not self._can_hold(error):
                     raise
-                broken = bare(error)
+                broken = without_frames(error)
             else:
-                self._settlement = None
+                self._resume = None
                 return
             self._join(broken)
 
-    def _carry_out(self, settlement: Settlement) -> None:
-        membership = self.membership
-        assert membership is not None and membership.place is not None and self._line is not None
-        place = membership.place
-        if place.dump and self._has_state:
-            self._adopt(settlement)
-            self._dump(place.dump)
-        elastic.let_go()
-        reset_models(self._tracked.modules().values())  # first: a broken pass leaves parameters in other hands
-        for loader in feeds.loaders(self._tracked):
-            weights = loader.bearable(place.world_size, place.weights) if isinstance(loader, Handing) else None
-            loader.set_place(place.rank, place.world_size, *([weights] if weights else []))
-        if settlement.is_start and groups.agree((int(self._builds_alone),))[0]:
-            settlement = self._start_anew(settlement)
-        if resharding.is_needed(settlement, self._shards):
-            resharding.carry_out(self._offers(settlement.next_step), settlement.next_step, self._tracked)
-        else:
-            transfers = restoring.plan(settlement, place.first_ranks, place.world_size, self._shards, self._copies)
-            restoring.carry_out(transfers, settlement, place, self._tracked, self._ring)
-        self._adopt(settlement)
-        if self._ring is not None:
-            self._ring.place(place.first_ranks, place.rank, place.world_size)
-            self._ring.exchange(self.next_step)
-            groups.agree((self.next_step,))
-            self._ring.promote()
-        if self._snapshots is not None:
-            cut = Cut(self._shards, place.world_size // self._shards, place.rank)
-            told_whole = -1 if settlement.is_start else place.whole  # who starts anew has gone back, or knows better
-            self._snapshots.enter(cut, place.view, self.seed, self._first_step, place.group_world_size, told_whole)
-            self._snapshots.faults_per_node_day = place.faults_per_node_day
-        self._is_filled = True
-        self.transaction.updated_before = not self._tracked.is_accumulating
-        self._page.move(view=place.view, step=self.next_step, phase=Phase.BETWEEN)
-        self._line.tell(Joined(place.view, self.next_step))
+    def _carry_out(self, resume: ResumePoint) -> None:
+        """Do what the members of the view have agreed on."""
+        membership, state = self.membership, self._state
+        assert membership is not None and membership.assignment is not None and self._agent is not None
+        assignment = membership.assignment
+        if assignment.dump and self._has_state:
+            self._adopt(resume)
+            state.dump(assignment.dump, self.next_step, self.seed, assignment)
+            self._page.move(phase=WorkerPhase.ENDED)
+            raise SystemExit(0)
+        state.prepare(assignment)
+        if resume.has_device_groups:
+            self.collectives.reconnect(timedelta(seconds=membership.timeout_s))
+        if resume.is_start and self.collectives.agree((int(self._builds_alone),))[0]:
+            resume = self._start_again(resume)
+        state.fill(resume, assignment)
+        self._adopt(resume)
+        state.protect(resume, assignment, self.seed)
+        state.wait_for_device(membership.timeout_s)
+        state.complete_join()
+        self._page.move(view=assignment.view, step=self.next_step, phase=WorkerPhase.BETWEEN)
+        self.report_changes()
+        source = self._resumed_from if resume.is_start else ""
+        self._agent.tell(ViewJoinedMessage(assignment.view, self.next_step, source))
 
-    def _adopt(self, settlement: Settlement) -> None:
+    def _adopt(self, resume: ResumePoint) -> None:
+        """Be where the members of the view have agreed to go on."""
         self._has_state = True
-        self.next_step, self._begun = settlement.next_step, max(self._begun, settlement.next_step - 1)
-        self._seed, self._first_step = settlement.seed, settlement.first_step
-        self._witness.settle(settlement.next_step)
-        self._keeps_copy = settlement.keeps_copy
+        self.is_fresh_start = resume.is_start
+        if resume.is_start:
+            self._state.expect_replica_check()
+        else:
+            self._state.record_join(resume.next_step)
+        self.next_step, self._applied_step = resume.next_step, max(self._applied_step, resume.next_step - 1)
+        self._seed, self._first_step = resume.seed, resume.first_step
+        self._samples.settle(resume.next_step)
+        self._keeps_copy = resume.keeps_copy
         self._at_barrier = self._builds_alone = False
 
-    def _join(self, error: BaseException | None) -> Settlement:
+    def leave_pace(self) -> None:
+        """Do not count the time of this step: it is not only a step's."""
+        self._is_paced = False
+
+    def _join(self, error: BaseException | None) -> ResumePoint:
         assert self.membership is not None
-        self._settlement = self.membership.join_next(self._standing(), error)
-        self._change_at = 0
-        return self._settlement
+        self.leave_pace()
+        self._resume = self.membership.join_next(self._status(), error, self._before_join)
+        self._planned_view = 0
+        return self._resume
 
-    def _standing(self) -> Standing:
-        return Standing(
-            has_state=int(self._has_state),
-            next_step=self.next_step,
-            begun=self._begun,
-            at_barrier=int(self._at_barrier),
-            seed=self._seed if self._seed is not None else torch.initial_seed() & (2**63 - 1),
-            first_step=self._first_step,
-            keeps_copy=int(self._keeps_copy),
-            shards=self._shards if self._is_filled else 0,
-            shard=self._shard,
+    def _before_join(self, assignment: Assignment) -> None:
+        """Save the state of the last committed step in the agent's memory before newcomers are waited for, if no other
+        rank has it. Which step that is, is known: all ranks that may have begun to apply one were of this node."""
+        if not assignment.is_last_holder or not self._has_state or not self._state.can_be_saved_alone:
+            return
+        assert self.membership is not None
+        self.membership.settle_device()  # what is undone or copied now must not be written to any more
+        if self._at_barrier and assignment.applied_step >= self.next_step:
+            raise FinishAlone
+        if self.is_stepping:
+            self._state.undo(self.next_step)  # and once more, when the script has left the body of the step
+        self._state.save_alone(assignment, self.next_step)
+
+    def _status(self) -> RankStatus:
+        """Return what this rank says of itself to the members of the next view."""
+        return self._state.add_to(
+            RankStatus(
+                has_state=int(self._has_state),
+                next_step=self.next_step,
+                applied_step=self._applied_step,
+                at_barrier=int(self._at_barrier),
+                seed=self._seed if self._seed is not None else torch.initial_seed() & (2**63 - 1),
+                first_step=self._first_step,
+                keeps_copy=int(self._keeps_copy),
+            )
         )
-
-    def _offers(self, step: int) -> dict[tuple[int, int], Snapshot]:
-        """The whole copies of the state before a step that are here: number of shards, shard → copy."""
-        found = {(shards, shard): copy for shards, shard, copy in self._carried if copy.is_whole and copy.step == step}
-        kept = self._ring.copies_at(step, self._shard) if self._ring is not None else {}
-        return found | {(self._shards, shard): copy for shard, copy in kept.items()}
 
     def _can_hold(self, error: BaseException) -> bool:
         return self.membership is not None and self.membership.can_hold(error)
 
     # --- a step
 
+    def remember(self) -> None:
+        """Save what may change, before a step is handed to the script: its attempts begin with the state as it is."""
+        self._state.begin_attempts(self.next_step)
+        self.transaction.remember()
+
+    def leave_outside(self) -> bool:
+        """Check what code outside of `with step:` has changed, when the script comes back for the next step. Return
+        whether the last attempt was aborted: then nothing that this code changed stays."""
+        if not self.transaction.is_aborted:
+            self._state.check_outside()
+        self.transaction.leave_outside()
+        return self.transaction.is_aborted
+
     def begin_step(self) -> None:
+        """Begin an attempt of the next step."""
         number = self.next_step
-        self._step_began_ns = time.monotonic_ns()
-        self._page.move(step=number, phase=Phase.BODY, collectives=0)
-        self._begin_witness()
-        if self._snapshots is not None:
-            self._snapshots.begin(number)
+        began_ns = time.monotonic_ns()
+        if self._is_paced:
+            self._page.set(last_ns=began_ns - self._step_began_ns, made=self._page.get("made") + 1)
+        self._step_began_ns, self._is_paced = began_ns, True
+        self._page.move(step=number, phase=WorkerPhase.BODY, collectives=0)
+        self._samples.forget()
+        if self._agent is not None:
+            for skipped in self._samples.new_skips(self._state.audited()):
+                self._agent.tell(skipped)
         self.transaction.keeps_copy = self._keeps_copy
         self.guards.begin()
         self.transaction.begin()
-        set_generators(slot_key(self.seed, number, dist.get_rank()))
+        set_generators(slot_key(self.seed, number, self.collectives.rank()))
 
     def before_update(self, optimizer: Any) -> None:
-        """An optimizer is about to change its parameters."""
-        if self._snapshots is not None:
-            self._snapshots.join(optimizer)
-        self.transaction.before_update()
+        """Commit the step, or copy the state, before an optimizer changes its first parameter."""
+        self._state.before_update(optimizer)
+        if self.transaction.begin_update(optimizer if self.membership is not None else None):
+            self._commit()
+        self.transaction.updating()
 
     def end_step(self, error: BaseException | None) -> bool:
-        """Whether the step is to be repeated. Raises what is not ours to deal with."""
+        """Commit the step, or join the next view. Return whether the step is to be repeated. Raises what cannot be
+        repaired."""
         try:
             if error is None:
-                self.transaction.finish()
-                self._finished()
+                if self.transaction.end_body():
+                    self._commit()
+                self.transaction.close()
+                self._finish_step()
                 return False
         except RepeatStep:
             self._repeat()
@@ -301,178 +385,173 @@ class Engine:
             self._repeat()
             return True
         if self.transaction.is_past_repair or not self._can_hold(error):
-            self._page.move(phase=Phase.ENDED)
+            self._page.move(phase=WorkerPhase.ENDED)
             return False
-        self._join(bare(error))
+        self._join(without_frames(error))
         self._repeat()
         return True
 
-    def _begin_witness(self) -> None:
-        self._witness.forget()
-        if self._line is not None:
-            for skipped in self._witness.news_of_skips(feeds.witnessed(self._tracked)):
-                self._line.tell(skipped)
-
     def _repeat(self) -> None:
         self._at_barrier = False
-        self._witness.settle(self.next_step)
-        if self._snapshots is not None:
-            self._snapshots.join(None)
-        self.transaction.undo()
+        self._samples.settle(self.next_step)
+        self._state.undo(self.next_step)
 
-    def _finished(self) -> None:
+    def _finish_step(self) -> None:
         self.next_step += 1
-        self._tracked.is_accumulating = not self.transaction.has_updated
-        self._page.move(phase=Phase.BETWEEN)
-        if self._snapshots is not None:
-            self._snapshots.poll()
-        for loader in feeds.loaders(self._tracked):
-            loader.commit_drawn()
-        if self.membership is None or self._line is None:
+        self._page.move(phase=WorkerPhase.BETWEEN)
+        self._state.finish_step()
+        if self.membership is None or self._agent is None:
             return
-        for news in feeds.shard_news(self._tracked, self.membership.view, self.next_step - 1):
-            self._line.tell(news)
-        if self._settlement is None and self._proved_view != self.membership.view:
-            self._proved_view = self.membership.view
-            self._line.tell(Committed(self.membership.view, self.next_step - 1))
+        for report in self._state.stream_reports(self.membership.view, self.next_step - 1):
+            self._agent.tell(report)
+        is_joined = self._resume is None and not self.membership.is_assignment_pending
+        if is_joined and self._committed_view != self.membership.view:
+            self._committed_view = self.membership.view
+            self._agent.tell(StepCommittedMessage(self.membership.view, self.next_step - 1))
 
-    def distrust(self, after: int) -> None:
-        """This rank's state may have been wrong since this step, and so may its copies in the agent's memory."""
-        if self._snapshots is not None:
-            self._snapshots.distrust(after)
+    def distrust_snapshots(self, after: int) -> None:
+        """Do not restore this rank's state of steps after this one: it may have been wrong since."""
+        self._state.distrust_snapshots(after)
 
-    def barrier(self) -> None:
-        """Until the step is committed. Raises RepeatStep if it will not be."""
+    def _commit(self) -> None:
+        """Wait until the step is committed. Raises RepeatStep if it will not be."""
+        with self.transaction.committing():
+            self._pass_barrier()
+
+    def _pass_barrier(self) -> None:
         if self.membership is None:
-            self.guards.before_commit(self._shards)
-            self._passed()
+            self.guards.before_commit(self._state.shards)
+            self._complete_commit()
             return
         self._at_barrier = True
-        self._page.move(phase=Phase.BARRIER)
-        self._witness.write(self.membership.view, dist.get_rank(), dist.get_world_size(), self.next_step)
+        self._page.move(phase=WorkerPhase.BARRIER)
+        rank, world_size = self.collectives.rank(), self.collectives.world_size()
+        self._samples.write(self.membership.view, rank, world_size, self.next_step)
         try:
-            self.guards.before_commit(self._shards)
-            align_buffers(self._tracked.modules().values())
-            if self._ring is not None:
-                for loader in feeds.loaders(self._tracked):
-                    loader.commit_drawn()  # the copies are of the state after this step; a repeated one goes back
-                self._ring.exchange(self.next_step + 1)
-            self._agree()
+            self._vote()
         except Exception as error:
             if not self._can_hold(error):
                 raise
-            broken = bare(error)
+            broken = without_frames(error)
         else:
-            self._passed()
+            self._complete_commit()
             return
-        settlement = self._join(broken)
-        if settlement.next_step != self.next_step + 1:
+        try:
+            resume = self._join(broken)
+        except FinishAlone:
+            # A rank that died had begun to apply it; the next view is joined before the next step.
+            self._complete_commit()
+            return
+        if resume.next_step != self.next_step + 1:
             raise RepeatStep
-        self._passed()
+        if not self.transaction.is_open:
+            raise StateConflictError(
+                f"step {self.next_step} is committed, but was undone here: no rank was known to apply it"
+            )
+        self._complete_commit()
 
-    def _agree(self) -> None:
-        assert self._line is not None
-        tail, dear = int(self.transaction.saw_tail), int(self.transaction.is_copy_dear)
-        mark = mark_of(feeds.witnessed(self._tracked).values())
-        kept = self._snapshots.words(self.next_step) if self._snapshots is not None else NO_WORDS
-        step, unlike, told, any_tail, any_dear, data, unlike_data, *kept_by_all = groups.agree(
-            (self.next_step, -self.next_step, self._line.told_view, tail, dear, mark, -mark, *kept)
+    def _vote(self) -> None:
+        """Make the exchanges of a commit, the last of which is the barrier."""
+        state, membership, transaction = self._state, self.membership, self.transaction
+        assert self._agent is not None and membership is not None and membership.assignment is not None
+        # First: what follows reads from the device, and would wait forever for one that hangs.
+        state.wait_for_device(membership.timeout_s)
+        self.guards.before_commit(state.shards)
+        if state.prepare_commit(self.next_step, membership.assignment):
+            self.report_changes()
+        state.send_replicas(self.next_step + 1)
+        state.wait_for_device(membership.timeout_s)
+        data_mark, values_mark = mark_of(state.audited().values()), state.values_mark
+        vote = CommitVote(
+            step=self.next_step,
+            negative_step=-self.next_step,
+            newest_view=self._agent.newest_view,
+            saw_tail=int(transaction.saw_tail),
+            is_copy_dear=int(transaction.is_copy_dear),
+            data_mark=data_mark,
+            negative_data_mark=-data_mark,
+            values_mark=values_mark,
+            negative_values_mark=-values_mark,
+            wants_replica_check=int(state.replica_check_due),
         )
-        if step != -unlike:
-            raise SettleError(f"the ranks are at steps {-unlike} to {step}: they do not run the same program")
-        if data != -unlike_data:
-            raise SettleError("the ranks' loaders are at different steps, or skip different ones: do it on every rank")
-        self._change_at = told
-        if self._snapshots is not None:
-            self._snapshots.agreed(self.next_step, kept_by_all)
-        trial = self.next_step + 1 < self._first_step + TRIAL_STEPS
-        self._keeps_copy = bool(any_tail) or not any_dear or trial or self._ring is not None
+        answer, snapshot_votes = vote.agree(state.snapshot_vote(self.next_step), self.collectives)
+        state.check_replicas(answer.wants_replica_check)
+        self._planned_view = answer.newest_view
+        state.snapshot_agreed(self.next_step, snapshot_votes)
+        is_trial = self.next_step + 1 < self._first_step + TRIAL_STEPS
+        is_trial |= answer.wants_replica_check == Due.FIRST_STEPS  # what is compared is the state after the update
+        # What a rank has for itself may change until the end of the step: only then can it be copied to another.
+        self._keeps_copy = bool(answer.saw_tail) or not answer.is_copy_dear or is_trial or state.copies_at_end
 
-    def _passed(self) -> None:
-        """From here on the step will not be undone. All have copies of the state as it is cut now."""
-        self._carried.clear()
-        self._begun = self.next_step
-        self._page.move(begun=self.next_step)
-        self._witness.settle(self.next_step + 1)
+    def _complete_commit(self) -> None:
+        """Record that the step will not be undone from here on."""
+        self._applied_step = self.next_step
+        self._page.move(applied_step=self.next_step)
+        self._samples.settle(self.next_step + 1)
         self._at_barrier = False
-        if self._ring is not None:
-            self._ring.promote()
+        self._state.complete_commit()
 
     # --- the end
 
     def close(self) -> None:
-        """Behind the last step."""
-        while self.membership is not None and self._line is not None:
+        """Wait behind the last step until all ranks have committed it."""
+        while self.membership is not None and self._agent is not None:
             broken: BaseException | None = None
             try:
-                _, told = groups.agree((self.next_step, self._line.told_view))
-                if told <= self.membership.view:
-                    break  # else somebody waits in a view that was planned: it is met once more, and ends with us
+                self._state.wait_for_device(self.membership.timeout_s)
+                _, newest_view = self.collectives.agree((self.next_step, self._agent.newest_view))
+                if newest_view <= self.membership.view:
+                    break  # else a rank waits in a view that was planned: it is met once more, and ends with us
             except Exception as error:
                 if not self._can_hold(error):
                     raise
-                broken = bare(error)
+                broken = without_frames(error)
             self._join(broken)
-            self.bring_in()
+            self.enter_view()
         self.leave()
 
     def leave(self) -> None:
-        """No more steps: what the script does from now on is not repaired."""
-        if self._snapshots is not None:
-            self._snapshots.take_last(self.next_step)
-            self._snapshots.close()
-        self._page.move(phase=Phase.ENDED)
-        if self._line is not None and self.membership is not None:
-            self._line.tell(Closed(self.membership.view, self.next_step))
-
-    def _dump(self, directory: str) -> NoReturn:
-        """The job cannot go on: leave what it has come to behind."""
-        place = self.membership.place if self.membership else None
-        assert place is not None
-        shards, held = self._shards, {self._shard: self._tracked.state()}
-        if self._ring is not None:
-            offers = self._offers(self.next_step)
-            shards = resharding.choose(offers, self.next_step).shards
-            held = {shard: copy.flat() for (cut, shard), copy in offers.items() if cut == shards}
-        checkpoints.write(directory, self.next_step, held, shards, place, self.seed)
-        self._page.move(phase=Phase.ENDED)
-        raise SystemExit(0)
+        """End the training: what the script does from now on is not repaired."""
+        self._state.end(self.next_step)
+        self._page.move(phase=WorkerPhase.ENDED)
+        if self._agent is not None and self.membership is not None:
+            self._agent.tell(TrainingClosedMessage(self.membership.view, self.next_step))
 
     # --- small things
 
     def tell(self, message: FromWorker) -> None:
-        """The agent, if there is one."""
-        if self._line is not None:
-            self._line.tell(message)
+        """Send a message to the agent, if there is one."""
+        if self._agent is not None:
+            self._agent.tell(message)
+
+    def check_outside(self) -> None:
+        """Raise where ranks cannot meet between two steps: replacements wait for the state, and run no such code."""
+        if self.is_outside and self._resume is not None and not self.transaction.is_aborted:
+            raise HoldfastError(
+                "a worker was replaced in the last step, so that not all ranks come to this collective between two"
+                " steps: move it into `with step:`, where it is repeated"
+            )
 
     def _on_collective(self) -> None:
+        if self.drawing and self.membership is not None and self.collectives.world_size() > 1:
+            refuse_collective_of(self.drawing)
+        if self.is_outside and self.membership is not None:
+            warn_of_collective()
+            self.check_outside()
         if self._page.get("collectives") == 0 and self.is_stepping:
             self._page.set(own_ns=time.monotonic_ns() - self._step_began_ns)
         self._page.move(collectives=self._page.get("collectives") + 1)
-        if self._transaction is not None:
-            self._transaction.notice_collective()
+        if self._state.transaction is not None:
+            self._state.transaction.notice_collective()
 
-    @property
-    def _copies(self) -> int:
-        """Replicas of each shard in other ranks' memory."""
-        has_twins = dist.get_world_size() >= 2 * self._shards
-        return 0 if self._shards == 1 or has_twins else min(self._launched.replicas, dist.get_world_size() - 1)
-
-    def _session_info(self) -> SessionInfo:
-        is_resizable = self._ring is not None and elastic.is_inside()
-        if not is_sharded(self._tracked.modules().values()):
-            is_resizable = self._shards == 1
-        return SessionInfo(shards=self._shards, replicas=self._copies, resizable=is_resizable)
+    def report_changes(self) -> None:
+        """Tell the agent what kind of state we have, if that has changed."""
+        if self._reported is None or self._agent is None:
+            return
+        if (info := self._state.session_info()) != self._reported:
+            self._reported = info
+            self._agent.tell(SessionRevisedMessage(info))
 
     def _describe(self) -> tuple[dict[str, float], dict[str, str]]:
-        """For a checkpoint's manifest: what was logged last, and where in the data we are."""
-        generators = "a function of seed, step and rank or slot"
-        return self.logged, {**feeds.positions(self._tracked), "generators": generators}
-
-    def _choose_undo(self) -> None:
-        if self.membership is not None and is_sharded(self._tracked.modules().values()):
-            self.membership.built_for = (dist.get_rank(), dist.get_world_size())
-            if self._copies or (self._shards == 1 and elastic.is_inside()):  # alone, it keeps its own to be cut again
-                self._ring = Ring(self._tracked, self._copies)
-        undo = self._ring or Copy(self._tracked)
-        self._transaction = Transaction(self._tracked, self._page, undo, self.barrier)
+        """Return, for a checkpoint's manifest, what was logged last, and the positions of the loaders."""
+        return self.logged, {**self._state.positions(), "generators": GENERATORS}

@@ -21,15 +21,15 @@ import msgspec
 from holdfast.checks.accelerators import registry
 from holdfast.checks.accelerators.base import Accelerator
 from holdfast.checks.stages import check_alone, problem_of
-from holdfast.core.health.findings import CheckResult, CheckTask, Problem
+from holdfast.core.health.findings import CheckProblem, CheckResult, CheckTask
 from holdfast.errors import HoldfastError
-from holdfast.worker.birth.storekeeper import open_store
+from holdfast.worker.launch.store_host import open_store
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import TCPStore
+    from holdfast.torch_compat import TCPStore
 
 
-class Assignment(msgspec.Struct, frozen=True, kw_only=True):
+class CheckAssignment(msgspec.Struct, frozen=True, kw_only=True):
     """What the examiner is told once, as its argument."""
 
     accelerator: str = ""
@@ -45,7 +45,7 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
 class Examiner:
     """One check of this node."""
 
-    def __init__(self, assignment: Assignment) -> None:
+    def __init__(self, assignment: CheckAssignment) -> None:
         self._assignment = assignment
         self._accelerator: Accelerator | None = None
         self._store: TCPStore | None = None
@@ -56,7 +56,7 @@ class Examiner:
         try:
             result = self._do(task)
         except HoldfastError as error:
-            result = CheckResult(problems=(Problem("examination", "check-failed", str(error)),))
+            result = CheckResult(problems=(CheckProblem("examination", "check-failed", str(error)),))
         except Exception as error:  # a driver, a plug-in or torch may raise anything
             stage = "all-reduce" if task.kind == "pair" else "examination"
             result = CheckResult(problems=(problem_of(self._chosen(), stage, error),))  # type: ignore[arg-type]
@@ -93,9 +93,9 @@ class Examiner:
         return self._store
 
     def _pair(self, task: CheckTask, accelerator: Accelerator, own: TCPStore) -> CheckResult:
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+        from torch.distributed import TCPStore
 
-        from holdfast.worker.pairing import Pairing, TimeLeft
+        from holdfast.worker.check_pairs import Pairing, TimeLeft
 
         time_left = TimeLeft(self._assignment.pair_timeout_s)
         store: Any = own
@@ -107,7 +107,7 @@ class Examiner:
 
 
 def serve(connection: socket.socket, examiner: Examiner) -> None:
-    """Until the agent has no more tasks."""
+    """Run the agent's tasks until it has no more."""
     decoder = msgspec.json.Decoder(CheckTask)
     with connection.makefile("rb") as lines:
         for line in lines:
@@ -115,8 +115,8 @@ def serve(connection: socket.socket, examiner: Examiner) -> None:
 
 
 def main() -> None:
-    """In a process of its own."""
-    assignment = msgspec.json.decode(sys.argv[1], type=Assignment)
+    """Run the examiner, in a process of its own."""
+    assignment = msgspec.json.decode(sys.argv[1], type=CheckAssignment)
     connection = socket.socket(fileno=os.dup(1))
     os.dup2(2, 1)
     serve(connection, Examiner(assignment))

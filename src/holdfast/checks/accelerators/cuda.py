@@ -10,7 +10,7 @@ import re
 import time
 from pathlib import Path
 
-from holdfast.checks.accelerators.base import Ailment, FaultRule, tool_output
+from holdfast.checks.accelerators.base import DeviceProblem, FaultRule, tool_output
 from holdfast.checks.accelerators.generic import TorchAccelerator
 
 FIELDS = (
@@ -47,7 +47,7 @@ HARDWARE_XIDS = {
 
 
 class Cuda(TorchAccelerator):
-    """See the top."""
+    """NVIDIA's GPUs."""
 
     name = "cuda"
     backend = "nccl"
@@ -61,42 +61,50 @@ class Cuda(TorchAccelerator):
         FaultRule(fault="gpu-lost", text=r"GPU is lost|fallen off the bus|Xid .*: 79\b"),
         FaultRule(fault="gpu-memory-error", text=r"uncorrectable ECC error|Xid .*: (48|64|92|94|95|140)\b"),
         FaultRule(fault="gpu-driver-error", text=r"CUDA driver (version|initialization) |Xid .*: (62|119|120|143)\b"),
+        FaultRule(fault="gpu-driver-error", text=r"CUDA error: system (not yet initialized|has unsupported display)"),
+        FaultRule(fault="gpu-residual-processes", text=r"device(s|\(s\))? is/are busy or unavailable"),
         FaultRule(fault="gpu-link-error", text=r"NVLink error|Xid .*: 74\b"),
         FaultRule(fault="gpu-driver-error", text=r"CUDA error: unknown error"),
         # What scripts and kernels do wrong on a device that is well, most often.
         FaultRule(fault="device-not-found", text=r"CUDA error: (invalid device ordinal|no CUDA-capable device)"),
+        FaultRule(fault="device-assertion", text=r"device-side assert"),
         FaultRule(fault="gpu-launch-failure", text=r"CUDA error: (unspecified launch failure|hardware stack error)"),
-        FaultRule(fault="device-assertion", text=r"CUDA error: device-side assert"),
+        FaultRule(fault="gpu-launch-failure", text=r"illegal (memory access|instruction|address)|misaligned address"),
+        FaultRule(fault="gpu-launch-failure", text=r"the launch timed out and was terminated"),
+        FaultRule(fault="gpu-launch-failure", text=r"(CUBLAS|CUDNN|CUSPARSE|CUSOLVER)_STATUS_(EXECUTION|INTERNAL)"),
+        FaultRule(fault="gpu-launch-failure", text=r"unhandled cuda error"),
         FaultRule(fault="network-device-error", text=r"NCCL WARN .*(ibv_|IB ).*(error|failed)|Got completion .* error"),
     )
 
     def is_present(self) -> bool:
-        """As the driver says."""
+        """Return whether the driver has device files."""
         return has_device_files()
 
     def is_available(self) -> bool:
-        """A device that is there and cannot be used is to be found by the check, not passed over."""
+        """Return whether the driver has device files: a device that exists and cannot be used must be found by the
+        check, not skipped."""
         import torch
 
         is_built = bool(torch.backends.cuda.is_built())  # type: ignore[no-untyped-call]
         return is_built and (has_device_files() or torch.cuda.is_available())
 
-    def ailments(self) -> list[Ailment]:
-        """What nvidia-smi and the kernel's log say."""
+    def ailments(self) -> list[DeviceProblem]:
+        """Return what nvidia-smi and the kernel's log report."""
         counters = tool_output(QUERY)
         if counters is None:
             silent = has_device_files()
-            return [Ailment(fault="gpu-driver-error", text="nvidia-smi does not answer")] if silent else []
+            return [DeviceProblem(fault="gpu-driver-error", text="nvidia-smi does not answer")] if silent else []
         return [*parse_counters(counters), *parse_xids(tool_output(KERNEL_LOG) or "", time.monotonic())]
 
 
 def has_device_files() -> bool:
-    """Whether the driver knows of a GPU."""
+    """Return whether the driver knows a GPU."""
     return any(path.name.removeprefix("nvidia").isdigit() for path in Path("/dev").glob("nvidia*"))
 
 
-def parse_counters(text: str) -> list[Ailment]:
-    """Of QUERY's output. A counter that a GPU has not got reads `[N/A]` or the like, and says nothing."""
+def parse_counters(text: str) -> list[DeviceProblem]:
+    """Return the problems in QUERY's output. A counter that a GPU does not have reads `[N/A]` or the like, and is
+    ignored."""
     found = []
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
@@ -107,32 +115,34 @@ def parse_counters(text: str) -> list[Ailment]:
     return found
 
 
-def _of_gpu(index: int, row: dict[str, str]) -> list[Ailment]:
+def _of_gpu(index: int, row: dict[str, str]) -> list[DeviceProblem]:
     found = []
     errors = _number(row["ecc.errors.uncorrected.volatile.total"])
     if errors:
-        found.append(Ailment(fault="gpu-memory-error", text=f"{errors} uncorrectable memory errors", device=index))
+        found.append(
+            DeviceProblem(fault="gpu-memory-error", text=f"{errors} uncorrectable memory errors", device=index)
+        )
     if _says_yes(row["remapped_rows.failure"]):
-        found.append(Ailment(fault="gpu-memory-error", text="rows of memory could not be remapped", device=index))
+        found.append(DeviceProblem(fault="gpu-memory-error", text="rows of memory could not be remapped", device=index))
     if _says_yes(row["remapped_rows.pending"]) or _says_yes(row["retired_pages.pending"]):
         text = "memory waits for a reset of the GPU to be retired"
-        found.append(Ailment(fault="gpu-memory-error", text=text, device=index))
+        found.append(DeviceProblem(fault="gpu-memory-error", text=text, device=index))
     width, width_max = _number(row["pcie.link.width.current"]), _number(row["pcie.link.width.max"])
     if 0 < width < width_max:
         text = f"its PCIe link has {width} of {width_max} lanes"
-        found.append(Ailment(fault="gpu-link-error", text=text, device=index))
+        found.append(DeviceProblem(fault="gpu-link-error", text=text, device=index))
     return found
 
 
-def parse_xids(text: str, now_s: float) -> list[Ailment]:
-    """Of the kernel's log, whose times are seconds since the start, as `now_s`: each kind once a GPU, named by its bus,
-    of those that came lately."""
-    found: dict[tuple[str, int], Ailment] = {}
+def parse_xids(text: str, now_s: float) -> list[DeviceProblem]:
+    """Return the recent Xid errors in the kernel's log, whose times are seconds since the start, as is `now_s`: each
+    kind once per GPU, which is named by its bus."""
+    found: dict[tuple[str, int], DeviceProblem] = {}
     for match in XID.finditer(text):
         number, is_recent = int(match["number"]), float(match["at_s"]) > now_s - XIDS_AGE_MAX_S
         if number in HARDWARE_XIDS and is_recent:
             what = f"Xid {number} on {match['bus']}: {HARDWARE_XIDS[number]}"
-            found[(match["bus"], number)] = Ailment(fault=_fault_of(number), text=what)
+            found[(match["bus"], number)] = DeviceProblem(fault=_fault_of(number), text=what)
     return list(found.values())
 
 

@@ -1,7 +1,7 @@
 """What torch's own interfaces allow for every kind of device. torch is imported where it is used: the agent, which has
 none, loads the plug-ins' classes too.
 
-The numbers of the multiplication are small whole ones, so that float32 holds every sum exactly, in whatever order and
+The numbers of the multiplication are small integers, so that float32 holds every sum exactly, in whatever order and
 with whatever rounding of the factors (TF32, HF32, bfloat16) a device multiplies. So the result is either right or
 wrong, on every kind of processor alike: no tolerance.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from holdfast.checks.accelerators.base import Accelerator, Device, Work
+from holdfast.checks.accelerators.base import Accelerator, Benchmark, Device, DeviceCounters
 
 if TYPE_CHECKING:
     import torch
@@ -31,33 +31,41 @@ class TorchAccelerator(Accelerator):
     """Many times its caches."""
 
     def is_available(self) -> bool:
-        """As torch says."""
+        """Return what torch says."""
         return bool(self._module().is_available())
 
     def devices(self) -> list[Device]:
-        """As torch says."""
+        """Return the devices that torch knows."""
         return [self._device(index) for index in range(self._module().device_count())]
 
-    def prepare_matmul(self, index: int) -> Work:
-        """Exact, see the top."""
-        return Matmul(self, index, self.matmul_size)
+    def prepare_matmul(self, index: int) -> Benchmark:
+        """Return the exact multiplication that the top of this file describes."""
+        return MatmulBenchmark(self, index, self.matmul_size)
 
-    def prepare_bandwidth(self, index: int) -> Work:
-        """Within the device's memory."""
-        return Copy(self, index, self.copy_bytes)
+    def prepare_bandwidth(self, index: int) -> Benchmark:
+        """Return a copy within the device's memory."""
+        return CopyBenchmark(self, index, self.copy_bytes)
 
     def tensor(self, index: int, size_bytes: int) -> Any:
-        """Float32 ones."""
+        """Return float32 ones."""
         import torch
 
         return torch.ones(max(size_bytes // 4, 1), dtype=torch.float32, device=self.torch_device(index))
 
     def synchronize(self, index: int) -> None:
-        """By the device's module of torch."""
+        """Wait by the device's module of torch."""
         self._module().synchronize(index)
 
+    def record(self, index: int) -> DeviceCounters | None:
+        """Return an event of torch."""
+        import torch
+
+        event = torch.Event(self.torch_device(index))
+        event.record(torch.accelerator.current_stream(self.torch_device(index)))
+        return event
+
     def torch_device(self, index: int) -> torch.device:
-        """As torch writes it."""
+        """Return the device as torch writes it."""
         import torch
 
         return torch.device(self.name, index)
@@ -73,9 +81,9 @@ class TorchAccelerator(Accelerator):
         return getattr(torch, self.name)
 
 
-class Matmul:
-    """C = A·B, and a proof of it in a fraction of the time: C·x = A·(B·x) for a vector x without zeros. An error in one
-    number of C cannot hide from it."""
+class MatmulBenchmark:
+    """A product C = A·B with a proof in a fraction of the time: C·x = A·(B·x) for a vector x without zeros. An error in
+    one number of C always shows."""
 
     def __init__(self, accelerator: TorchAccelerator, index: int, size: int) -> None:
         import torch
@@ -92,14 +100,14 @@ class Matmul:
         self.product = torch.zeros(shape, dtype=torch.float32, device=device)
 
     def run(self) -> None:
-        """One multiplication."""
+        """Multiply once."""
         import torch
 
         torch.matmul(self._left_there, self._right_there, out=self.product)
         self._accelerator.synchronize(self._index)
 
     def verify(self) -> str:
-        """Compared on the processor, in whole numbers."""
+        """Compare on the processor, in integers."""
         import torch
 
         found = self.product.to("cpu")
@@ -114,8 +122,8 @@ class Matmul:
         return f"the product is wrong in {len(wrong)} of {len(found)} rows ({rows}{', …' * (len(wrong) > 3)})"
 
 
-class Copy:
-    """From one half of a piece of memory to the other."""
+class CopyBenchmark:
+    """A copy from one half of a stretch of memory to the other."""
 
     def __init__(self, accelerator: TorchAccelerator, index: int, size_bytes: int) -> None:
         import torch
@@ -126,12 +134,12 @@ class Copy:
         self._target = torch.zeros_like(self._source)
 
     def run(self) -> None:
-        """One copy."""
+        """Copy once."""
         self._target.copy_(self._source)
         self._accelerator.synchronize(self._index)
 
     def verify(self) -> str:
-        """Every byte."""
+        """Compare every byte."""
         import torch
 
         differing = int(torch.count_nonzero(self._target != PATTERN).item())

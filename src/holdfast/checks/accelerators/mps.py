@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Mps(TorchAccelerator):
-    """See the top."""
+    """Apple's GPUs."""
 
     name = "mps"
     backend = "gloo"
@@ -27,17 +27,17 @@ class Mps(TorchAccelerator):
     )
 
     def is_present(self) -> bool:
-        """In every machine of Apple's own processors."""
+        """Return whether this machine has one of Apple's own processors."""
         return (platform.system(), platform.machine()) == ("Darwin", "arm64")
 
     def is_available(self) -> bool:
-        """As torch says."""
+        """Return what torch says."""
         import torch
 
         return torch.backends.mps.is_available()
 
     def devices(self) -> list[Device]:
-        """One."""
+        """Return the one device."""
         import torch
 
         total = int(torch.mps.recommended_max_memory())
@@ -45,19 +45,19 @@ class Mps(TorchAccelerator):
         return [Device(index=0, name=platform.processor(), memory_bytes=total, memory_free_bytes=free)]
 
     def synchronize(self, index: int) -> None:
-        """Of the one there is."""
+        """Wait for the one device."""
         import torch
 
         torch.mps.synchronize()
 
     def torch_device(self, index: int) -> torch.device:
-        """The one there is."""
+        """Return the one device as torch writes it."""
         import torch
 
         return torch.device("mps")
 
     def tensor(self, index: int, size_bytes: int) -> torch.Tensor:
-        """In the processor's memory: what gloo communicates."""
+        """Return a tensor in the processor's memory, which is what gloo communicates."""
         import torch
 
         return torch.ones(max(size_bytes // 4, 1), dtype=torch.float32)

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from holdfast.checks.accelerators.base import Ailment, FaultRule, tool_output
+from holdfast.checks.accelerators.base import DeviceProblem, FaultRule, tool_output
 from holdfast.checks.accelerators.generic import TorchAccelerator
 
 TABLE = ("npu-smi", "info")
@@ -19,7 +19,7 @@ GOOD = frozenset({"OK"})
 
 
 class Npu(TorchAccelerator):
-    """See the top."""
+    """Huawei's Ascend processors."""
 
     name = "npu"
     backend = "hccl"
@@ -36,21 +36,22 @@ class Npu(TorchAccelerator):
     )
 
     def is_present(self) -> bool:
-        """As the driver says."""
+        """Return whether the driver has device files."""
         return has_device_files()
 
     def is_available(self) -> bool:
-        """A device that is there and cannot be used is to be found by the check, not passed over."""
+        """Return whether the driver has device files: a device that exists and cannot be used must be found by the
+        check, not skipped."""
         if importlib.util.find_spec("torch_npu") is None:
             return False
         return has_device_files() or bool(self._module().is_available())
 
-    def ailments(self) -> list[Ailment]:
-        """What npu-smi says."""
+    def ailments(self) -> list[DeviceProblem]:
+        """Return what npu-smi reports."""
         table = tool_output(TABLE)
         if table is None:
             silent = has_device_files()
-            return [Ailment(fault="npu-driver-error", text="npu-smi does not answer")] if silent else []
+            return [DeviceProblem(fault="npu-driver-error", text="npu-smi does not answer")] if silent else []
         return parse_table(table)
 
     def _module(self) -> Any:
@@ -60,15 +61,15 @@ class Npu(TorchAccelerator):
 
 
 def has_device_files() -> bool:
-    """Whether the driver knows of a device."""
+    """Return whether the driver knows a device."""
     return any(path.name.removeprefix("davinci").isdigit() for path in Path("/dev").glob("davinci*"))
 
 
-def parse_table(text: str) -> list[Ailment]:
-    """Of `npu-smi info`: the health of each device that is anything but OK."""
+def parse_table(text: str) -> list[DeviceProblem]:
+    """Return from the output of `npu-smi info` the health of each device that is not OK."""
     rows = [match for line in text.splitlines() if (match := ROW.match(line))]
     return [
-        Ailment(fault="npu-unhealthy", text=f"npu-smi calls its health {row['health']}", device=int(row["index"]))
+        DeviceProblem(fault="npu-unhealthy", text=f"npu-smi calls its health {row['health']}", device=int(row["index"]))
         for row in rows
         if row["health"] not in GOOD
     ]

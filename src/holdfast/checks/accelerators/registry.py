@@ -10,7 +10,7 @@ import importlib
 from importlib.metadata import EntryPoint, entry_points
 
 from holdfast.checks.accelerators.base import Accelerator
-from holdfast.core.fault_table import checked_rules
+from holdfast.core.faults.fault_table import checked_rules
 from holdfast.errors import UsageError
 
 ENTRY_POINTS = "holdfast.accelerators"
@@ -26,12 +26,12 @@ BUILT_IN = {
 
 
 def names() -> tuple[str, ...]:
-    """All that `load` knows, others' first."""
+    """Return all names that `load` knows, installed plug-ins first."""
     return _in_order(_plugged())
 
 
 def load(name: str) -> Accelerator:
-    """The plug-in of this name. UsageError with a sentence if there is none, or if it cannot be had."""
+    """Return the plug-in of this name. Raise UsageError if there is none, or if it cannot be imported."""
     return _load(name, _plugged())
 
 
@@ -43,7 +43,7 @@ def _load(name: str, plugged: dict[str, EntryPoint]) -> Accelerator:
         )
     try:
         made = plugged[name].load()() if name in plugged else resolve(BUILT_IN[name])()
-    except Exception as error:  # somebody else's module may raise anything
+    except Exception as error:  # a foreign module may raise anything
         why = f"{type(error).__name__}: {error}"
         raise UsageError(f"--accelerator {name}: the plug-in cannot be loaded ({why})") from error
     if not isinstance(made, Accelerator):
@@ -59,7 +59,7 @@ def _load(name: str, plugged: dict[str, EntryPoint]) -> Accelerator:
 
 
 def detect() -> tuple[Accelerator, list[str]]:
-    """The kind of processor this machine has, and a sentence for each plug-in that could not be asked."""
+    """Return the kind of processor of this machine, and a sentence for each plug-in that failed to answer."""
     problems: list[str] = []
     for name in names():
         try:
@@ -72,7 +72,7 @@ def detect() -> tuple[Accelerator, list[str]]:
 
 
 def present() -> list[Accelerator]:
-    """All kinds of processors that this machine has, as far as that is known without torch; the CPU last."""
+    """Return all kinds of processors of this machine, as far as that is known without torch; the CPU comes last."""
     plugged = _plugged()
     found: list[Accelerator] = []
     for name in _in_order(plugged):
@@ -80,13 +80,13 @@ def present() -> list[Accelerator]:
             kind = _load(name, plugged)
             if kind.is_present():
                 found.append(kind)
-        except Exception:  # a plug-in must not be the reason why a job does not start; who names it is told
+        except Exception:  # a broken plug-in must not keep a job from starting; asking for it by name raises
             continue
     return found
 
 
 def resolve(path: str) -> type:
-    """The class that `module:Class` names."""
+    """Return the class that `module:Class` names."""
     module, _, name = path.partition(":")
     found = getattr(importlib.import_module(module), name)
     assert isinstance(found, type), f"{path} is not a class"

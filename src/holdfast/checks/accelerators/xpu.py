@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from holdfast.checks.accelerators.base import Ailment, FaultRule, tool_output
+from holdfast.checks.accelerators.base import DeviceProblem, FaultRule, tool_output
 from holdfast.checks.accelerators.generic import TorchAccelerator
 
 TABLE = ("xpu-smi", "health", "-l")
@@ -16,7 +16,7 @@ BAD = frozenset({"Warning", "Critical"})
 
 
 class Xpu(TorchAccelerator):
-    """See the top."""
+    """Intel's GPUs."""
 
     name = "xpu"
     backend = "xccl"
@@ -29,11 +29,11 @@ class Xpu(TorchAccelerator):
     )
 
     def is_present(self) -> bool:
-        """As the kernel says, which names the maker of every display controller."""
+        """Return whether the kernel names Intel as the maker of a display controller."""
         return any(_reads(path) == INTEL for path in Path("/sys/class/drm").glob("renderD*/device/vendor"))
 
-    def ailments(self) -> list[Ailment]:
-        """What xpu-smi says, where it is installed."""
+    def ailments(self) -> list[DeviceProblem]:
+        """Return what xpu-smi reports, where it is installed."""
         return parse_health(tool_output(TABLE) or "")
 
 
@@ -44,13 +44,13 @@ def _reads(path: Path) -> str:
         return ""
 
 
-def parse_health(text: str) -> list[Ailment]:
-    """Of `xpu-smi health -l`: whatever is not well, by device."""
+def parse_health(text: str) -> list[DeviceProblem]:
+    """Return from the output of `xpu-smi health -l` whatever is not healthy, by device."""
     found, index = [], -1
     for line in text.splitlines():
         if device := DEVICE.match(line):
             index = int(device["index"])
         elif (row := STATUS.match(line)) and row["status"] in BAD:
             text_of_it = f"xpu-smi calls its {row['what'].lower()} {row['status'].lower()}"
-            found.append(Ailment(fault="gpu-unhealthy", text=text_of_it, device=index))
+            found.append(DeviceProblem(fault="gpu-unhealthy", text=text_of_it, device=index))
     return found

@@ -1,8 +1,8 @@
 """What a check of nodes measures and finds, as data: shared by events, orders, records and the journal.
 
-    a task      what a node is to do in one round: its stages alone, or the collectives with a partner
-    a result    what came of it: a timing a stage and device, and problems
-    a verdict   what is concluded of a node or of the link between two, with what was measured and expected
+a task      what a node is to do in one round: its stages alone, or the collectives with a partner
+a result    what came of it: a timing a stage and device, and problems
+a verdict   what is concluded of a node or of the link between two, with what was measured and expected
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ALONE: tuple[Stage, ...] = ("matmul", "bandwidth", "disk")
 PAIRED: tuple[Stage, ...] = ("all-gather", "all-reduce")
 
 WRONG_RESULT = "wrong-result"
-"""The fault of whoever computes, copies or keeps something else than it should."""
+"""The fault of a device that computes, copies or stores wrong values."""
 TEXT_CHARS_MAX = 300
 """Of a problem's text."""
 RESULT_ENTRIES_MAX = 256
@@ -58,7 +58,7 @@ class Timing(msgspec.Struct, frozen=True, array_like=True):
     block, and the times are without it; in pairs, in all blocks, and the times are with it."""
 
 
-class Problem(msgspec.Struct, frozen=True, array_like=True):
+class CheckProblem(msgspec.Struct, frozen=True, array_like=True):
     """What makes a node unfit whatever its speed."""
 
     stage: Stage
@@ -71,7 +71,7 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     """What came of a task."""
 
     timings: tuple[Timing, ...] = ()
-    problems: tuple[Problem, ...] = ()
+    problems: tuple[CheckProblem, ...] = ()
     accelerator: str = ""
     store_port: int = 0
     """Where partners of later rounds find this node's store."""
@@ -97,7 +97,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def times(self) -> float:
-        """As a multiple of what was expected."""
+        """Return the value as a multiple of the expected one."""
         return self.value_s / self.expected_s if self.expected_s > 0 else 1.0
 
 
@@ -110,7 +110,7 @@ class NodeVerdict(msgspec.Struct, frozen=True, kw_only=True):
     why: str
     """Empty for one that is fit."""
     measured: tuple[Measured, ...] = ()
-    problems: tuple[Problem, ...] = ()
+    problems: tuple[CheckProblem, ...] = ()
     is_left_out: bool = False
     """Slow, and the job does without it; or one end of a link that is broken."""
 

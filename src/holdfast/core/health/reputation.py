@@ -2,7 +2,7 @@
 
 The numbers come from a public trace of 400 eight-GPU servers over 348 days (bench/reputation.py prints them):
 
-    probation   a machine back from repair fails again within a day at 66 times the usual rate, on the second day at 9
+    probation   a machine back from repair fails again within a day at 65 times the usual rate, on the second day at 8
                 times, in the second week at 3 times: 22 % of all faults come in that first day, which is 0.3 % of the
                 machines' time
     ban         5 % of the machines have a quarter of the faults; one that has its third fault within two weeks has
@@ -11,27 +11,27 @@ The numbers come from a public trace of 400 eight-GPU servers over 348 days (ben
 The score of a machine is the number of its faults, each counted half after every two weeks. A score of 2.5 (the third
 fault in about a week) asks for a ban, until it has decayed to 1. On the trace that bans 33 machines for 0.4 % of the
 time, and keeps 7 % of the faults out of jobs, 17 times as many as bans at random would; probation takes another 18 % of
-the faults to where there is somebody else, in 0.3 % of the time.
+the faults to where there is another machine, in 0.3 % of the time.
 
-A ban is a mark that runs out. Whoever sets it minds the limit (master/steward.py); a machine that keeps failing and was
-not banned for that reason is on probation.
+A ban is a mark that runs out. The master that sets it applies the limit (master/machine_registry.py); a machine that
+keeps failing and was not banned because of the limit is on probation.
 
 Good machines get ranks first, those on probation stand by if there are enough others, those that are banned or
-cordoned are a last resort: taken when the job could not start or go on without them (conclude.py).
+cordoned are a last resort: taken when the job could not start or go on without them (policy.py).
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 
 import msgspec
 
-from holdfast.core.fault_table import blame_of
-from holdfast.core.fault_types import Blame, Fault
-from holdfast.core.health.findings import Problem
+from holdfast.core.faults.fault_table import blame_of
+from holdfast.core.faults.fault_types import Blame, Fault
+from holdfast.core.health.findings import CheckProblem
 
 DAY_S = 86_400.0
 PROBATION_S = DAY_S
@@ -39,8 +39,7 @@ HALF_LIFE_S = 14 * DAY_S
 BAN_SCORE = 2.5
 LIFT_SCORE = 1.0
 WEIGHTS = {"node-lost": 0.5, "link-down": 0.5, "hang": 0.1, "residual-processes": 0.5, "device-slow": 0.5}
-"""Of faults that may well have been somebody else's: most hangs are scripts'. The rest of those blamed on nodes count
-whole, others nothing."""
+"""Weights of faults that may have another cause: most hangs are scripts'. Other faults of nodes count 1, the rest 0."""
 NO_HARDWARE = frozenset({"check-failed", "no-answer", "device-missing", "device-memory-taken", "disk-error"})
 """What a check may fail by on a machine that is well: a wrong flag, another's process, a full disk, no time."""
 TELLING_WEIGHT = 0.5
@@ -60,18 +59,20 @@ ORDER = tuple(Grade)
 LAST_RESORT = frozenset({Grade.BANNED, Grade.CORDONED})
 
 
-class Repute(msgspec.Struct, frozen=True):
+class Reputation(msgspec.Struct, frozen=True):
     """A machine's grade when it joined, and why."""
 
     grade: Grade = Grade.GOOD
     why: str = ""
+    until: float | None = None
+    """When a ban runs out, on the master's clock; None: it does not by itself."""
 
 
 BY_JOB = "job "
-"""How the name of whoever set a mark begins, if it is a job."""
+"""The prefix of `CordonMark.by` if a job set the mark."""
 
 
-class Kind(StrEnum):
+class MachineEventKind(StrEnum):
     """What can happen to a machine."""
 
     FAULT = "fault"
@@ -81,7 +82,7 @@ class Kind(StrEnum):
     """It joined a job after a fault."""
     CORDONED = "cordoned"
     UNCORDONED = "uncordoned"
-    """Somebody let it back, so it was repaired."""
+    """A person uncordoned it, so it was repaired."""
     CHECK_PASSED = "check-passed"
     CHECK_FAILED = "check-failed"
 
@@ -90,30 +91,30 @@ class NodeEvent(msgspec.Struct, frozen=True, kw_only=True):
     """One line of a machine's history."""
 
     at: float
-    kind: Kind
+    kind: MachineEventKind
     fault: str = ""
     weight: float = 0.0
     job_id: str = ""
     why: str = ""
 
 
-class Mark(msgspec.Struct, frozen=True, kw_only=True):
-    """A machine that no job is to have."""
+class CordonMark(msgspec.Struct, frozen=True, kw_only=True):
+    """A machine that no job may use."""
 
     machine: str
     at: float
     by: str
     why: str
     until: float | None = None
-    """None: until somebody lets it back."""
+    """None: until a person uncordons it."""
 
     @property
     def is_of_job(self) -> bool:
-        """Whether a job set it, not a person."""
+        """Return whether a job set the mark, not a person."""
         return self.by.startswith(BY_JOB)
 
 
-class Record(msgspec.Struct):
+class MachineRecord(msgspec.Struct):
     """A machine's history, added up to some moment."""
 
     score: float = 0.0
@@ -131,39 +132,40 @@ class Record(msgspec.Struct):
 
 
 def weight_of(fault: Fault) -> float:
-    """How much a fault says against the machine it happened on."""
+    """Return how much a fault counts against the machine it happened on."""
     return WEIGHTS.get(fault.name, 1.0 if fault.blame is Blame.NODE else 0.0)
 
 
-def check_weights(problems: Mapping[str, Iterable[Problem]]) -> dict[str, float]:
-    """How much it says against each machine that failed one check. What several failed alike is nobody's hardware."""
+def check_weights(problems: Mapping[str, Iterable[CheckProblem]]) -> dict[str, float]:
+    """Return how much a failed check counts against each machine. A fault that several machines share is not
+    hardware."""
     faults = {machine: {one.fault for one in found if is_hardware(one)} for machine, found in problems.items()}
     seen = Counter(fault for those in faults.values() for fault in those)
     return {machine: float(any(seen[fault] == 1 for fault in those)) for machine, those in faults.items()}
 
 
-def is_hardware(problem: Problem) -> bool:
-    """Whether what a check found means that the machine is broken: a wrong result, a counter, a device's own error."""
+def is_hardware(problem: CheckProblem) -> bool:
+    """Return whether the problem means that the machine is broken: a wrong result, a counter, a device's own error."""
     return problem.fault not in NO_HARDWARE and blame_of(problem.fault) is Blame.NODE
 
 
 def uncleared(history: Iterable[NodeEvent]) -> list[NodeEvent]:
-    """The history without faults that were taken back, as if they had not been."""
+    """Return the history without the faults that were cleared."""
     kept: list[NodeEvent] = []
     for event in history:
-        if event.kind is not Kind.CLEARED:
+        if event.kind is not MachineEventKind.CLEARED:
             kept.append(event)
             continue
-        same = (Kind.FAULT, event.fault, event.job_id)
+        same = (MachineEventKind.FAULT, event.fault, event.job_id)
         found = next((one for one in reversed(kept) if (one.kind, one.fault, one.job_id) == same), None)
         if found:
             kept.remove(found)
     return kept
 
 
-def add_up(history: Iterable[NodeEvent], now: float) -> Record:
-    """What a history, the oldest first, comes to."""
-    record = Record()
+def add_up(history: Iterable[NodeEvent], now: float) -> MachineRecord:
+    """Return the summary of a history, which has the oldest event first."""
+    record = MachineRecord()
     for event in uncleared(history):
         _decay(record, event.at)
         _add(record, event)
@@ -171,27 +173,27 @@ def add_up(history: Iterable[NodeEvent], now: float) -> Record:
     return record
 
 
-def _decay(record: Record, at: float) -> None:
+def _decay(record: MachineRecord, at: float) -> None:
     record.score *= 0.5 ** (max(at - record.at, 0.0) / HALF_LIFE_S)
     record.at = max(at, record.at)
     if record.score <= LIFT_SCORE:
         record.is_lemon = False
 
 
-def _add(record: Record, event: NodeEvent) -> None:
+def _add(record: MachineRecord, event: NodeEvent) -> None:
     match event.kind:
-        case Kind.FAULT:
+        case MachineEventKind.FAULT:
             _count(record, event)
             if event.weight >= TELLING_WEIGHT:
                 record.last, record.returned_at = event, None
-        case Kind.RETURNED if record.last and record.returned_at is None:
+        case MachineEventKind.RETURNED if record.last and record.returned_at is None:
             record.returned_at = event.at
-        case Kind.UNCORDONED:
+        case MachineEventKind.UNCORDONED:
             record.score, record.is_lemon = min(record.score, LIFT_SCORE), False
             record.returned_at, record.last, record.failed_check = event.at, None, None
-        case Kind.CHECK_PASSED:
+        case MachineEventKind.CHECK_PASSED:
             record.failed_check = None
-        case Kind.CHECK_FAILED:
+        case MachineEventKind.CHECK_FAILED:
             _count(record, event)
             if record.failed_check is None or event.weight > record.failed_check.weight:
                 record.failed_check = event
@@ -199,27 +201,29 @@ def _add(record: Record, event: NodeEvent) -> None:
             pass  # a cordon's mark says so, for as long as it is there
 
 
-def _count(record: Record, event: NodeEvent) -> None:
+def _count(record: MachineRecord, event: NodeEvent) -> None:
     record.score += event.weight
     record.is_lemon |= record.score >= BAN_SCORE
     if event.weight > 0:
         record.counted = event
 
 
-def judge(history: Iterable[NodeEvent], now: float, mark: Mark | None = None) -> Repute:
-    """A machine's grade now."""
+def judge(history: Iterable[NodeEvent], now: float, mark: CordonMark | None = None) -> Reputation:
+    """Return a machine's current grade."""
     if mark and mark.until is None:
-        return Repute(Grade.CORDONED, f"cordoned {ago(now - mark.at)} by {mark.by}: {mark.why}")
+        return Reputation(Grade.CORDONED, f"cordoned {ago(now - mark.at)} by {mark.by}: {mark.why}")
     if mark and mark.until is not None and mark.until > now:
-        return Repute(Grade.BANNED, f"{mark.why}; since {span(now - mark.at)}, for another {span(mark.until - now)}")
+        return Reputation(
+            Grade.BANNED, f"{mark.why}; since {span(now - mark.at)}, for another {span(mark.until - now)}", mark.until
+        )
     record = add_up(history, now)
     if why := _doubt(record, now):
-        return Repute(Grade.PROBATION, why)
-    return Repute()
+        return Reputation(Grade.PROBATION, why)
+    return Reputation()
 
 
-def _doubt(record: Record, now: float) -> str:
-    """Why a machine that is not marked is on probation; empty if it is not."""
+def _doubt(record: MachineRecord, now: float) -> str:
+    """Return why a machine without a mark is on probation; empty if it is not."""
     if record.is_lemon and record.counted:
         return f"{_keeps_failing(record)} {ago(now - record.counted.at)}"
     if record.failed_check:
@@ -234,40 +238,46 @@ def _doubt(record: Record, now: float) -> str:
     return ""
 
 
-def _keeps_failing(record: Record) -> str:
+def _keeps_failing(record: MachineRecord) -> str:
     last = record.counted.fault if record.counted else ""
     return f"it keeps failing: a score of {record.score:.1f} faults, the last one {last}"
 
 
-def ban(machine: str, history: Iterable[NodeEvent], now: float, by: str) -> Mark | None:
-    """The mark that a machine with this history ought to have; None if there is no reason."""
+def ban(machine: str, history: Iterable[NodeEvent], now: float, by: str) -> CordonMark | None:
+    """Return the mark that a machine with this history should have; None if there is no reason."""
     record = add_up(history, now)
     if not record.is_lemon:
         return None
     until = now + banned_for_s(record.score)
-    return Mark(machine=machine, at=now, by=by, why=_keeps_failing(record), until=until)
+    return CordonMark(machine=machine, at=now, by=by, why=_keeps_failing(record), until=until)
 
 
-def may_replace(there: Mark, mark: Mark) -> bool:
-    """Whether a job's mark may take the place of the one that is there. A person's stays until a person takes it away,
-    and none is made shorter."""
+def may_replace(there: CordonMark, mark: CordonMark) -> bool:
+    """Return whether a job's mark may replace the existing one. A person's stays until a person removes it, and none is
+    shortened."""
     return there.until is not None or (there.is_of_job and mark.until is None)
 
 
 def banned_for_s(score: float) -> float:
-    """How long it takes a score to decay to where a ban is lifted."""
+    """Return how long a score takes to decay to where a ban is lifted."""
     return HALF_LIFE_S * math.log2(score / LIFT_SCORE) if score > LIFT_SCORE else 0.0
 
 
+def judge_newcomer(history: Sequence[NodeEvent], now: float, mark: CordonMark | None = None) -> Reputation:
+    """Return the grade with which a machine joins: after a fault it is back with that, however long the repair took."""
+    back = [NodeEvent(at=now, kind=MachineEventKind.RETURNED)] if has_to_return(history) else []
+    return judge([*history, *back], now, mark)
+
+
 def has_to_return(history: Iterable[NodeEvent]) -> bool:
-    """Whether joining a job is news: something happened to it that it is now back from."""
+    """Return whether a join must be recorded: the machine is back from a fault."""
     record = add_up(history, 0.0)
     return record.last is not None and record.returned_at is None
 
 
-def preference(repute: Repute) -> int:
-    """The smaller, the sooner it gets ranks."""
-    return ORDER.index(repute.grade)
+def preference(reputation: Reputation) -> int:
+    """Return a number that is smaller the sooner the machine gets ranks."""
+    return ORDER.index(reputation.grade)
 
 
 def ago(seconds: float) -> str:
@@ -275,7 +285,7 @@ def ago(seconds: float) -> str:
 
 
 def span(seconds: float) -> str:
-    """In one unit, for a sentence."""
+    """Return the time in one unit, for a sentence."""
     for size, name in ((DAY_S, "d"), (3_600.0, "h"), (60.0, "min")):
         if seconds >= size:
             return f"{seconds / size:.0f} {name}"

@@ -5,10 +5,10 @@ failed by something that may pass is looked at once more, after a pause. Then th
 
 The rounds of a tournament come from the circle method: one sits still, the others walk around it. In an odd number one
 has a bye in each round, another one each time. Three rounds are enough to tell a node from a link; with up to four
-nodes that is everybody with everybody.
+nodes that is every pair.
 
-Afterwards, for as long as it helps: slow pairs are played again, and whoever is not cleared is tried with those who
-are.
+Afterwards, for as long as it helps: slow pairs are measured again, and nodes that are not cleared are paired with those
+that are.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ class Round(msgspec.Struct, frozen=True):
 
 
 def next_round(evidence: Evidence, machines: dict[str, str], partners: Sequence[str] = ()) -> Round | None:
-    """The next one, or None when all is known that can be. `partners`: nodes known to be well, for the pairs only."""
-    if fresh := [node_id for node_id in evidence.lives if node_id not in evidence.alone]:
+    """Return the next round, or None when all is known that can be. `partners` are nodes known to be well, for pairs
+    only."""
+    if fresh := [node_id for node_id in evidence.incarnations if node_id not in evidence.alone]:
         return Round(alone=apart(fresh, machines))
     if step := _alone_again(evidence, machines):
         return step
@@ -61,9 +62,9 @@ def next_round(evidence: Evidence, machines: dict[str, str], partners: Sequence[
         failed = [node_id for node_id, kind in evidence.again.items() if kind == "alone"]
         ready = (node_id for node_id, kind in evidence.again.items() if kind == "ready")
         return Round(alone=apart(failed, machines), ready=tuple(ready), after_pause=True)
-    # Who computes slowly would be slow with everybody: that is known, and nobody is to suffer from it.
+    # A node that computes slowly would be slow with every partner, and make the partner look slow.
     out = set(slow_alone(evidence, COMPUTING))
-    players = [n for n in evidence.lives if not problems_of(evidence.alone[n]) and n not in out]
+    players = [n for n in evidence.incarnations if not problems_of(evidence.alone[n]) and n not in out]
     if players and (fresh := [n for n in partners if n not in evidence.alone]):
         return Round(ready=tuple(fresh))
     helpers = [n for n in partners if players and not problems_of(evidence.alone[n])]
@@ -75,7 +76,7 @@ def next_round(evidence: Evidence, machines: dict[str, str], partners: Sequence[
 
 def _alone_again(evidence: Evidence, machines: dict[str, str]) -> Round | None:
     known, slow = norms(evidence), slow_alone(evidence)
-    sound = [n for n in evidence.lives if not problems_of(evidence.alone[n])]
+    sound = [n for n in evidence.incarnations if not problems_of(evidence.alone[n])]
     doubtful = [n for n in sound if n in slow and is_doubtful(evidence.alone[n], known)]
     if not doubtful:
         return None
@@ -88,7 +89,7 @@ def _alone_again(evidence: Evidence, machines: dict[str, str]) -> Round | None:
 def most_usual(
     well: Sequence[Tried], tried: Mapping[Tried, Sequence[CheckResult]], known: Norms, stages: Collection[Stage]
 ) -> list[Tried]:
-    """Those first whose first times are closest to what is expected."""
+    """Return the nodes sorted by how close their first times are to what is expected."""
 
     def distance(one: Tried) -> float:
         values = measured(tried[one][:1], known)
@@ -100,8 +101,8 @@ def most_usual(
 def beside_others(
     slow: Sequence[Tried], well: Sequence[Tried], tried: Mapping[Tried, Sequence[CheckResult]]
 ) -> list[Tried]:
-    """Of the slow, those that were tried least; before them as many of the others, as far as they were not yet tried
-    as often as that."""
+    """Return the slow ones that were measured least, after as many of the others that were not measured more often.
+    Both are measured in the same round, so that they can be compared."""
     count = min(len(tried[one]) for one in slow)
     done = [one for one in well if len(tried[one]) > count]
     ready = [one for one in well if len(tried[one]) == count]
@@ -109,18 +110,18 @@ def beside_others(
 
 
 def apart(nodes: Sequence[str], machines: dict[str, str]) -> tuple[str, ...]:
-    """One of each machine: nodes that share one would disturb each other."""
+    """Return one node of each machine: nodes that share one would disturb each other."""
     first = {machines[node_id]: node_id for node_id in reversed(nodes)}
     return tuple(node_id for node_id in nodes if first[machines[node_id]] == node_id)
 
 
 def pair_of(one: str, other: str) -> Pair:
-    """In order."""
+    """Return the two as a pair, the lower one first."""
     return (one, other) if one < other else (other, one)
 
 
 def rounds(players: Sequence[str], count: int = ROUNDS) -> Iterator[list[Pair]]:
-    """The pairs of each round: no player twice in one, no pair in two."""
+    """Yield the pairs of each round: no player twice in one, no pair in two."""
     circle: list[str | None] = [*players]
     if len(players) < 2:
         return
@@ -134,7 +135,7 @@ def rounds(players: Sequence[str], count: int = ROUNDS) -> Iterator[list[Pair]]:
 
 
 def wanted(evidence: Evidence, players: Sequence[str]) -> list[Pair]:
-    """The pairs still to be played, the most urgent first; what is known may change with each."""
+    """Return the pairs still to be measured, the most urgent first. Each result may change what follows."""
     planned = [pair for of_round in rounds(players) for pair in of_round if pair not in evidence.pairs]
     if planned:
         return planned
@@ -149,7 +150,7 @@ def wanted(evidence: Evidence, players: Sequence[str]) -> list[Pair]:
 
 
 def _duels(evidence: Evidence, players: Sequence[str]) -> Iterator[Pair]:
-    """For those who are not cleared, and accused by too few to be blamed."""
+    """Yield pairs for the nodes that are not cleared, and accused by too few to be blamed."""
     found = slowness(evidence)
     for player in players:
         if player in found.cleared or len(found.accusers(player)) >= ACCUSERS_MIN:
@@ -160,7 +161,7 @@ def _duels(evidence: Evidence, players: Sequence[str]) -> Iterator[Pair]:
 
 
 def disjoint(pairs: Sequence[Pair], machines: dict[str, str]) -> list[Pair]:
-    """As many as can be played at once, from the front: no node twice, and no machine."""
+    """Return as many pairs as can be measured at once, from the front: no node twice, and no machine."""
     busy: set[str] = set()
     chosen = []
     for pair in pairs:

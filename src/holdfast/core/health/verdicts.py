@@ -1,5 +1,5 @@
 """From measurements to verdicts. Pure statistics: hundreds of simulated clusters go through this very code
-(tests/core/test_verdicts.py).
+(tests/core/health/test_verdicts.py).
 
 **What is slow.** For each stage the expected time is the median over the nodes (of an even number, the lower of the two
 in the middle, so that of two nodes the faster one counts, and half of the nodes may be bad). A value is slow beyond
@@ -8,18 +8,18 @@ in the middle, so that of two nodes the faster one counts, and half of the nodes
 
 where the deviation is the larger of two: how much the nodes differ (the median absolute deviation, 1.4826 times,
 corrected for small numbers) and how much the blocks of one and the same node differ. The floor is 5 %: less is not
-worth a node. So a quiet cluster finds a node that is 6 % slow, and a noisy one accuses nobody.
+worth a node. So a quiet cluster finds a node that is 6 % slow, and a noisy one accuses no node.
 
-Whoever is slow is measured again, unless it is beyond doubt, together with as many that were well: what has become
-slower for all is nobody's fault. Each time has its own norm, and slow is who is slow every time.
+A slow node is measured again, unless it is beyond doubt, together with as many that were well: if all have become
+slower, none is at fault. Each try has its own norm, and a node is slow if it is slow in every try.
 
 Of pairs, the better half is what is normal: one bad node of three spoils two pairs of three.
 
-**Whose fault a slow pair is.** Whoever has had one good pairing is *cleared*. Then
+**Whose fault a slow pair is.** A node with one good pairing is *cleared*. Then
 
     a slow pair of two that are cleared                                         the link between them is bad
-    slow with two partners that are cleared, and good with nobody               the node is bad
-    slow with one such partner, and there is no other to try                    the link, or the node: nobody can tell
+    slow with two partners that are cleared, and good with none                 the node is bad
+    slow with one such partner, and there is no other to try                    the link, or the node: unknown
 
 A pair that failed counts as slow, without a value. A pair that is five times worse than its ends are with others is a
 bad link also where one of them is bad.
@@ -34,12 +34,12 @@ import msgspec
 from holdfast.core.health.findings import (
     ALONE,
     PAIRED,
+    CheckProblem,
     CheckResult,
     LinkVerdict,
     Measured,
     NodeVerdict,
     Norm,
-    Problem,
     Stage,
     TaskKind,
     Timing,
@@ -81,9 +81,9 @@ Pair = tuple[str, str]
 
 
 class Evidence(msgspec.Struct, kw_only=True):
-    """All results of one check so far. The first of everybody are compared with each other, the second, and so on."""
+    """All results of one check so far. All first results are compared with each other, then all second ones."""
 
-    lives: dict[str, str]
+    incarnations: dict[str, str]
     """By node id: whose verdicts are wanted, and their incarnations."""
     alone: dict[str, list[CheckResult]]
     pairs: dict[Pair, list[CheckResult]]
@@ -92,7 +92,7 @@ class Evidence(msgspec.Struct, kw_only=True):
     again: dict[str, TaskKind] = msgspec.field(default_factory=dict)
     """By node, if its last result is a failure that may have passed by now: what it failed in."""
     asleep: set[str] = msgspec.field(default_factory=set)
-    """Nodes whose process is gone: it has to be made again before they meet anybody."""
+    """Nodes whose process is gone: it must be started again before they are paired."""
 
 
 class Slowness(msgspec.Struct, frozen=True):
@@ -102,7 +102,7 @@ class Slowness(msgspec.Struct, frozen=True):
     cleared: frozenset[str]
 
     def accusers(self, node_id: str) -> list[str]:
-        """Partners that are cleared, with which it was slow."""
+        """Return the cleared partners with which the node was slow."""
         partners = (_other(pair, node_id) for pair in sorted(self.slow) if node_id in pair)
         return [partner for partner in partners if partner in self.cleared]
 
@@ -111,13 +111,13 @@ class Slowness(msgspec.Struct, frozen=True):
 
 
 def lower_median(values: Iterable[float]) -> float:
-    """The middle one, of an even number the lower of the two."""
+    """Return the middle value, of an even number the lower of the two."""
     ordered = sorted(values)
     return ordered[(len(ordered) - 1) // 2]
 
 
 def norm_of(stage: Stage, timings: Sequence[Timing], before: Norm | None = None) -> Norm | None:
-    """What is to be expected; None if nothing was measured."""
+    """Return what is to be expected; None if nothing was measured."""
     if not timings:
         return None
     noise = _noise(timings)
@@ -134,7 +134,8 @@ def norm_of(stage: Stage, timings: Sequence[Timing], before: Norm | None = None)
 
 
 def norm_again(first: Norm, timings: Sequence[Timing], before: Norm | None = None) -> Norm | None:
-    """Of a later try. By how much nodes differ is known from the first; the blocks may differ more than they did."""
+    """Return the norm of a later try. How much nodes differ is known from the first; the noise of the blocks may be
+    larger."""
     if not timings:
         return None
     if before and first.count < COMPARED_MIN:
@@ -146,7 +147,7 @@ def norm_again(first: Norm, timings: Sequence[Timing], before: Norm | None = Non
 
 
 def _noise(timings: Sequence[Timing]) -> float:
-    """By how much the blocks of one and the same differ. Of two the larger: when in doubt, doubt."""
+    """Return how much the blocks of one measurement differ: the median, of an even number the larger of the two."""
     return sorted(timing.spread for timing in timings)[len(timings) // 2]
 
 
@@ -157,8 +158,8 @@ def _compared_ones(stage: Stage, timings: Sequence[Timing]) -> Sequence[Timing]:
 
 
 def _difference(timings: Sequence[Timing], expected: float) -> float:
-    """Among nodes, as a share. With few of them the lower median of their distances is too small: it is one of the
-    smallest of a handful."""
+    """Return how much nodes differ, as a share. With few of them the lower median of their distances is too small, so
+    it is corrected."""
     if expected <= 0:
         return 0.0
     distance = lower_median(abs(timing.best_s - expected) for timing in timings)
@@ -169,7 +170,7 @@ def _difference(timings: Sequence[Timing], expected: float) -> float:
 
 
 def norms(evidence: Evidence) -> Norms:
-    """Of each try, of all stages that were measured in it."""
+    """Return, for each try, the norms of all stages that were measured in it."""
     count = max((len(tries) for tries in (*evidence.alone.values(), *evidence.pairs.values())), default=1)
     found: Norms = [{} for _ in range(count)]
     for stage in (*ALONE, *PAIRED):
@@ -190,7 +191,7 @@ def _timings(evidence: Evidence, stage: Stage, number: int) -> list[Timing]:
 
 
 def measured(tries: Sequence[CheckResult], norms: Norms, partner: str = "") -> list[Measured]:
-    """By stage, the worst device; of each, the try in which it did best."""
+    """Return for each stage the worst device, each with its best try."""
     best: dict[tuple[Stage, int], Measured] = {}
     for known, result in zip(norms, tries, strict=False):
         for timing in result.timings:
@@ -220,19 +221,19 @@ def _by_limit(value: Measured) -> float:
 
 
 def slow_alone(evidence: Evidence, stages: Sequence[Stage] = ALONE) -> list[str]:
-    """Nodes that are slow in a stage of their own."""
+    """Return the nodes that are slow in a stage of their own."""
     known = norms(evidence)
     tried = evidence.alone.items()
     return [n for n, tries in tried if any(m.is_slow and m.stage in stages for m in measured(tries, known))]
 
 
 def slow_stages(tries: Sequence[CheckResult], known: Norms) -> set[Stage]:
-    """Those in which it was slow every time."""
+    """Return the stages that were slow in every try."""
     return {value.stage for value in measured(tries, known) if value.is_slow}
 
 
 def is_doubtful(tries: Sequence[CheckResult], known: Norms) -> bool:
-    """Whether to measure once more what was slow: it may have been disturbed, or failed by chance."""
+    """Return whether to measure a slow result again: it may have been disturbed, or failed by chance."""
     values = measured(through(tries), known)
     if not values:
         return len(tries) < TRIES_OF_FAILURES_MAX
@@ -243,27 +244,27 @@ def is_doubtful(tries: Sequence[CheckResult], known: Norms) -> bool:
 
 
 def through(tries: Sequence[CheckResult]) -> list[CheckResult]:
-    """Those that failed say nothing of the time."""
+    """Return the results, with empty ones for those that failed: they say nothing about times."""
     return [CheckResult() if result.problems else result for result in tries]
 
 
-def may_pass(result: CheckResult) -> bool:
-    """Whether it failed, by nothing but what may be otherwise a moment later."""
+def is_transient(result: CheckResult) -> bool:
+    """Return whether the result failed only by faults that may be gone a moment later."""
     return bool(result.problems) and all(problem.fault in PASSING for problem in result.problems)
 
 
-def deserves_another_look(tries: Sequence[CheckResult]) -> bool:
-    """The first time that something failed which may pass."""
-    return bool(tries) and may_pass(tries[-1]) and sum(may_pass(result) for result in tries) < LOOKS_MAX
+def may_retry_failure(tries: Sequence[CheckResult]) -> bool:
+    """Return whether the last result failed by a transient fault that was not retried yet."""
+    return bool(tries) and is_transient(tries[-1]) and sum(is_transient(result) for result in tries) < LOOKS_MAX
 
 
-def without_what_passed(tries: Sequence[CheckResult]) -> list[CheckResult]:
-    """Of failures that may pass the last result alone counts."""
-    return [result for number, result in enumerate(tries, 1) if number == len(tries) or not may_pass(result)]
+def drop_transient_failures(tries: Sequence[CheckResult]) -> list[CheckResult]:
+    """Return the results without transient failures that a later result followed."""
+    return [result for number, result in enumerate(tries, 1) if number == len(tries) or not is_transient(result)]
 
 
-def problems_of(tries: Sequence[CheckResult]) -> tuple[Problem, ...]:
-    """Of all results."""
+def problems_of(tries: Sequence[CheckResult]) -> tuple[CheckProblem, ...]:
+    """Return the problems of all results."""
     return tuple(problem for result in tries for problem in result.problems)
 
 
@@ -271,7 +272,7 @@ def problems_of(tries: Sequence[CheckResult]) -> tuple[Problem, ...]:
 
 
 def slowness(evidence: Evidence) -> Slowness:
-    """Which pairs are slow, and who is cleared by a good one."""
+    """Return which pairs are slow, and which nodes are cleared by a good pair."""
     known = norms(evidence)
     slow = {pair for pair, tries in evidence.pairs.items() if is_slow_pair(tries, known)}
     cleared = {node_id for pair in evidence.pairs if pair not in slow for node_id in pair}
@@ -279,7 +280,7 @@ def slowness(evidence: Evidence) -> Slowness:
 
 
 def is_slow_pair(tries: Sequence[CheckResult], known: Norms) -> bool:
-    """A try that went through makes good for one that failed."""
+    """Return whether the pair is slow. One try that succeeded makes up for one that failed."""
     return all(result.problems for result in tries) or any(m.is_slow for m in measured(through(tries), known))
 
 
@@ -291,10 +292,10 @@ def _other(pair: Pair, node_id: str) -> str:
 
 
 def judge(evidence: Evidence) -> tuple[list[NodeVerdict], list[LinkVerdict]]:
-    """Of every node that verdicts are wanted of, and of links that are bad."""
+    """Return the verdicts on the nodes that are judged, and on bad links."""
     known, found = norms(evidence), slowness(evidence)
-    bad = {n for n in evidence.lives if n not in found.cleared and len(found.accusers(n)) >= ACCUSERS_MIN}
-    nodes = [_judge_node(evidence, node_id, known, found, node_id in bad) for node_id in evidence.lives]
+    bad = {n for n in evidence.incarnations if n not in found.cleared and len(found.accusers(n)) >= ACCUSERS_MIN}
+    nodes = [_judge_node(evidence, node_id, known, found, node_id in bad) for node_id in evidence.incarnations]
     slow_nodes = {verdict.node_id for verdict in nodes if verdict.fitness != "fit"}
     links = [
         _judge_link(pair, evidence.pairs[pair], known, found)
@@ -305,7 +306,8 @@ def judge(evidence: Evidence) -> tuple[list[NodeVerdict], list[LinkVerdict]]:
 
 
 def _is_out_of_proportion(evidence: Evidence, pair: Pair, known: Norms) -> bool:
-    """A bad node is about as bad with everybody: what is far worse than both ends are with others is the link's."""
+    """Return whether the pair is far worse than both ends are with others: then the link is bad, as a bad node is about
+    as bad with every partner."""
     usual = [_usual_excess(evidence, node_id, pair, known) for node_id in pair]
     return _excess(evidence.pairs[pair], known) > OUT_OF_PROPORTION * max(usual)
 
@@ -316,19 +318,18 @@ def _usual_excess(evidence: Evidence, node_id: str, but: Pair, known: Norms) -> 
 
 
 def _excess(tries: Sequence[CheckResult], known: Norms) -> float:
-    """How many times as long as expected; without an end if it did not come through."""
+    """Return the time as a multiple of the expected one; infinite if all tries failed."""
     return max((m.times for m in measured(through(tries), known)), default=float("inf"))
 
 
 def _is_of_a_link(pair: Pair, found: Slowness) -> bool:
-    """A slow pair with a node that is not cleared is that node's, unless there was nobody else to try it with."""
+    """Return whether a slow pair is the link's fault. With a node that is not cleared it is the node's, unless there
+    was no other partner to try."""
     uncleared = [node_id for node_id in pair if node_id not in found.cleared]
     return all(len(found.accusers(node_id)) < ACCUSERS_MIN for node_id in uncleared)
 
 
-def _judge_node(
-    evidence: Evidence, node_id: str, known: Norms, found: Slowness, is_bad_partner: bool
-) -> NodeVerdict:
+def _judge_node(evidence: Evidence, node_id: str, known: Norms, found: Slowness, is_bad_partner: bool) -> NodeVerdict:
     tries = evidence.alone.get(node_id, [])
     problems = problems_of(tries)
     values = [*measured(tries, known), *_with_partners(evidence, node_id, known, found, is_bad_partner)]
@@ -336,12 +337,12 @@ def _judge_node(
     if problems:
         fitness, why = "unfit", "; ".join(dict.fromkeys(_problem_text(problem) for problem in problems))
     elif is_bad_partner and _always_fails(evidence, node_id):
-        fitness, why = "unfit", f"collectives with it fail, whoever the partner is: {_failure(evidence, node_id)}"
+        fitness, why = "unfit", f"collectives with it fail with every partner: {_failure(evidence, node_id)}"
     elif slow := [value for value in values if value.is_slow]:
         fitness, why = "slow", "; ".join(slow_text(value) for value in slow)
     return NodeVerdict(
         node_id=node_id,
-        incarnation=evidence.lives[node_id],
+        incarnation=evidence.incarnations[node_id],
         fitness=fitness,  # type: ignore[arg-type]  # one of the three literals above
         why=why,
         measured=tuple(values),
@@ -349,10 +350,8 @@ def _judge_node(
     )
 
 
-def _with_partners(
-    evidence: Evidence, node_id: str, known: Norms, found: Slowness, is_bad: bool
-) -> list[Measured]:
-    """Of one that is bad the best against a partner that is well, else its best at all: what it is capable of."""
+def _with_partners(evidence: Evidence, node_id: str, known: Norms, found: Slowness, is_bad: bool) -> list[Measured]:
+    """Return the node's best values: of a bad one against cleared partners, else against any."""
     partners = [_other(pair, node_id) for pair in evidence.pairs if node_id in pair]
     counted = [p for p in partners if p in found.cleared] if is_bad else partners
     best: dict[Stage, Measured] = {}
@@ -376,12 +375,10 @@ def _failure(evidence: Evidence, node_id: str) -> str:
     return texts[0] if texts else "no answer"
 
 
-def _judge_link(
-    pair: Pair, tries: Sequence[CheckResult], known: Norms, found: Slowness
-) -> LinkVerdict:
+def _judge_link(pair: Pair, tries: Sequence[CheckResult], known: Norms, found: Slowness) -> LinkVerdict:
     slow = [value for value in measured(through(tries), known) if value.is_slow]
     doubt = [node_id for node_id in pair if node_id not in found.cleared]
-    where = f"or at one of its ends ({' or '.join(doubt)}), as there was nobody else to try them with" if doubt else ""
+    where = f"or at one of its ends ({' or '.join(doubt)}), as there was no other partner to try" if doubt else ""
     if slow:
         what = "; ".join(slow_text(value) for value in slow)
     else:
@@ -399,7 +396,7 @@ def _judge_link(
 
 
 def slow_text(value: Measured) -> str:
-    """What was measured and expected."""
+    """Return what was measured and expected, as text."""
     partner = f" with {value.partner}" if value.partner else ""
     device = f" on device {value.device}" if value.device > 0 else ""
     return (
@@ -408,11 +405,11 @@ def slow_text(value: Measured) -> str:
     )
 
 
-def _problem_text(problem: Problem) -> str:
+def _problem_text(problem: CheckProblem) -> str:
     device = f"device {problem.device}: " if problem.device >= 0 else ""
     return f"{problem.stage} check: {device}{problem.text}"
 
 
 def milliseconds(seconds: float) -> str:
-    """For people."""
+    """Return a short time as text."""
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.2f} s"

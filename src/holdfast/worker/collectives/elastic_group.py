@@ -6,23 +6,29 @@ DTensors keep it for their whole life. C++ asks it by the names that its trampol
 on an inner communicator that belongs to one view.
 
 Nothing here keeps the inner one in a local variable: a traceback would keep it, with its sockets, for as long as
-somebody looks at the error.
+an error handler looks at the error.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store, Work
 
 from holdfast.errors import HoldfastError, ViewOverError
-from holdfast.worker.collectives.realm import Realm
+from holdfast.torch_compat import PrefixStore, ProcessGroup, Store, Work
+from holdfast.worker.collectives.agreement_tree import AgreementTree
+from holdfast.worker.collectives.communicators import connects_in_rebuild
+from holdfast.worker.collectives.local_only import LocalOnly
+from holdfast.worker.collectives.recorded_answers import AnswerRecorder, AnswerReplayer
+from holdfast.worker.collectives.view_connections import ViewConnections
+from holdfast.worker.collectives.waits import waits
 
 DEFAULT_NAME = "default"
 NO_VIEW = -1
@@ -32,11 +38,25 @@ class State:
     """What there is once a process."""
 
     def __init__(self) -> None:
-        self.realm: Realm | None = None
+        self.connections: ViewConnections | None = None
+        self.tree: AgreementTree | None = None
+        """In a large view: what its ranks agree through instead of the default group."""
         self.revoked = (NO_VIEW, "")
         """The newest view that is known to be over, and why."""
         self.groups: weakref.WeakSet[ElasticGroup] = weakref.WeakSet()
         self.on_collective: Callable[[], None] | None = None
+        self.answers_locally = False
+        """Whether collectives are made without the others, see `groups.answer_locally`."""
+        self.retiring: threading.Thread | None = None
+        """Lets go of the communicators of the last view."""
+        self.need_rank: Callable[[], None] | None = None
+        """In a process without a rank: called before anything is answered that depends on it; see parking.py."""
+        self.answers: AnswerRecorder | AnswerReplayer | None = None
+        """Between the start of this process and its first step; see recorded_answers.py."""
+        self.on_stuck: Callable[[str], None] | None = None
+        """Told of communicators that cannot be freed."""
+        self.coalescing_on = ""
+        """The type of device whose library is being told several operations, to be begun together."""
 
 
 state = State()
@@ -52,17 +72,30 @@ class ElasticGroup(ProcessGroup):
         self._name = name
         self._description = ""
         self._lock = threading.RLock()
-        self._realm: Realm | None = None
+        self._connections: ViewConnections | None = None
         self._inners: dict[str, Any] = {}
         self._unusable = ""
+        self.devices_used: set[str] = set()
+        """Types of devices on which it was connected in some view, and is to be in the next; see rebuild.py."""
         state.groups.add(self)
 
     # What it is
 
     def rank(self) -> int:
+        """Return the rank, as Python callers ask for it; C++ uses `getRank`, from inside of calls made in Python."""
+        if state.need_rank is not None:
+            state.need_rank()
         return self._rank
 
     def size(self) -> int:
+        if state.need_rank is not None:
+            state.need_rank()
+        return len(self.members)
+
+    def getRank(self) -> int:
+        return self._rank
+
+    def getSize(self) -> int:
         return len(self.members)
 
     def getBackendName(self) -> str:
@@ -80,7 +113,7 @@ class ElasticGroup(ProcessGroup):
     def getGroupDesc(self) -> str:
         return self._description
 
-    getRank, getSize, name, _get_backend_name = rank, size, getBackendName, getBackendName
+    name, _get_backend_name = getBackendName, getBackendName
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc
     group_name = property(getGroupName)
     group_desc = property(getGroupDesc)
@@ -101,19 +134,21 @@ class ElasticGroup(ProcessGroup):
         self._timeout = timeout
         for inner in self._inners.values():
             inner.set_timeout(timeout)
+        if state.tree is not None and self.name_in_store == DEFAULT_NAME:
+            state.tree.timeout = timeout
 
     def get_group_store(self) -> Store:
-        store = None if state.realm is None else state.realm.store
+        store = None if state.connections is None else state.connections.store
         if store is None:
             raise HoldfastError("a process that has not joined the job yet has no store")
         return PrefixStore(self.name_in_store, store)
 
     def abort(self) -> None:
-        if state.realm is not None:
-            state.realm.end("the process group was aborted")
+        if state.connections is not None:
+            state.connections.end("the process group was aborted")
 
     def shutdown(self) -> None:
-        """Called for each group when the script destroys them."""
+        """Do nothing: torch calls it for each group when the script destroys them."""
         self._inners = {}
         self._unusable = "this process group was destroyed"
 
@@ -127,9 +162,14 @@ class ElasticGroup(ProcessGroup):
         group.setGroupDesc(group_desc or "undefined")
         return group
 
+    def _is_answered(self) -> bool:
+        """Return whether a collective of this group, made now, is one to record or to replay; see
+        recorded_answers.py."""
+        return len(self.members) > 1 and is_script(asker())
+
     # What it communicates through
 
-    def follow(self, old: Realm, new: Realm) -> None:
+    def follow(self, old: ViewConnections, new: ViewConnections) -> None:
         """Belong to a new view from now on; connect when first used."""
         if self.members == tuple(range(old.world_size)):
             self.members = tuple(range(new.world_size))
@@ -138,34 +178,60 @@ class ElasticGroup(ProcessGroup):
             self._unusable = self._unusable or (
                 f"process group {self._name} of ranks {list(self.members)} was made when this process was rank "
                 f"{old.rank} of {old.world_size}; it is rank {new.rank} of {new.world_size} now. Only groups of all "
-                "ranks follow such a change: make the others, and what is built on them, anew"
+                "ranks follow such a change: make the others, and what is built on them, again"
             )
-        self.connect_anew(new, {})
+        self.reconnect(new, {})
 
-    def connect_anew(self, realm: Realm, inners: dict[str, Any]) -> None:
+    def reconnect(self, connections: ViewConnections, inners: dict[str, Any]) -> None:
         with self._lock:
-            self._realm, self._inners = realm, inners
+            self._connections, self._inners = connections, inners
 
     def _through(self, device: str) -> Any:
-        """The inner communicator for the next collective on this type of device."""
-        if state.on_collective is not None:
-            state.on_collective()
-        realm = state.realm
-        if realm is None:
+        """Return the inner communicator for the next collective on this type of device."""
+        note_collective()
+        if state.answers_locally:
+            return LocalOnly(self._rank, self.size())
+        connections = state.connections
+        if connections is None:
             raise ViewOverError("this process has left the job")
-        realm.check()
-        if self._realm is not realm or device not in self._inners:
-            self._connect(realm, device)
+        connections.check()
+        if self._connections is not connections or device not in self._inners:
+            self._connect(connections, device)
         return self._inners[device]
 
-    def _connect(self, realm: Realm, device: str) -> None:
+    @property
+    def timeout(self) -> timedelta:
+        return self._timeout
+
+    def tree_for_collective(self) -> AgreementTree | None:
+        """Return what is used instead of this group's communicator for the next exchange, if there is such a thing."""
+        if state.tree is None or self.name_in_store != DEFAULT_NAME or state.answers_locally:
+            return None
+        note_collective()
+        return state.tree
+
+    def _connect(self, connections: ViewConnections, device: str) -> None:
         if self._unusable:
             raise HoldfastError(self._unusable)
         with self._lock:
-            if self._realm is not realm:
-                self.connect_anew(realm, {})
+            if self._connections is not connections:
+                self.reconnect(connections, {})
             if device not in self._inners:
-                self._inners[device] = realm.make(self.name_in_store, device, self._rank, self.size(), self._timeout)
+                assignment = self._rank, len(self.members)
+                with waits:  # for the other members
+                    self._inners[device] = connections.make(
+                        self.name_in_store, device, *assignment, self._timeout, self.members
+                    )
+                if connections.store is not None and connects_in_rebuild(device):
+                    self.devices_used.add(device)
+
+    @property
+    def is_usable(self) -> bool:
+        return not self._unusable
+
+    def connect(self, connections: ViewConnections, device: str) -> None:
+        """Connect in this view, unless it is so already; blocks until all members do the same."""
+        self._connect(connections, device)
 
     # What it does
 
@@ -182,7 +248,7 @@ class ElasticGroup(ProcessGroup):
 
     def all_gather_single_coalesced(  # type: ignore[override]
         self, outputs: list[Tensor], inputs: list[Tensor], *options: Any, **named: Any
-    ) -> Work:
+    ) -> Work | None:
         return together(
             self._through(device_of(inputs))._allgather_base(output, value, *options, **named)
             for output, value in zip(outputs, inputs, strict=True)
@@ -190,7 +256,7 @@ class ElasticGroup(ProcessGroup):
 
     def reduce_scatter_single_coalesced(  # type: ignore[override]
         self, outputs: list[Tensor], inputs: list[Tensor], *options: Any, **named: Any
-    ) -> Work:
+    ) -> Work | None:
         return together(
             self._through(device_of(inputs))._reduce_scatter_base(output, value, *options, **named)
             for output, value in zip(outputs, inputs, strict=True)
@@ -199,11 +265,26 @@ class ElasticGroup(ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
 
+    def batch_transfers(self, one_by_one: Callable[[list[Any]], list[Work]], operations: list[Any]) -> list[Work]:
+        """Begin the transfers of `torch.distributed.batch_isend_irecv` together, if their device's library can. NCCL
+        makes those of a communicator in the order in which it was told of them: two ranks that each send before they
+        receive would wait for each other for good."""
+        device = operations[0].tensor.device
+        if device.type == "cpu" or not getattr(self._through(device.type), "supports_coalescing", False):
+            return one_by_one(operations)
+        self._start_coalescing(device)
+        one_by_one(operations)
+        work = self._end_coalescing(device)
+        return [work] if work is not None else []
+
     def _start_coalescing(self, device: torch.device) -> None:
         self._through(device.type)._start_coalescing()
+        state.coalescing_on = device.type
 
     def _end_coalescing(self, device: torch.device) -> Any:
-        return self._through(device.type)._end_coalescing()
+        work = self._through(device.type)._end_coalescing()
+        state.coalescing_on = ""
+        return work
 
     def _get_sequence_number_for_group(self) -> int:
         return int(next(iter(self._inners.values()))._get_sequence_number_for_group()) if self._inners else 0
@@ -212,7 +293,7 @@ class ElasticGroup(ProcessGroup):
         return None
 
     def __repr__(self) -> str:
-        return f"ElasticGroup({self._name!r}, rank {self._rank} of {self.size()})"
+        return f"ElasticGroup({self._name!r}, rank {self._rank} of {len(self.members)})"
 
 
 SAME_NAME = (
@@ -239,9 +320,35 @@ OTHER_NAMES = {
 }
 
 
+TRANSFERS = ("send", "recv")
+
+
+def note_collective() -> None:
+    """Do what precedes each collective."""
+    if state.need_rank is not None:
+        state.need_rank()
+    if state.on_collective is not None:
+        state.on_collective()
+
+
 def collective(inner_name: str) -> Callable[..., Any]:
     def call(self: ElasticGroup, *arguments: Any, **named: Any) -> Any:
-        return getattr(self._through(device_of((arguments, *named.values()))), inner_name)(*arguments, **named)
+        if state.need_rank is not None:
+            state.need_rank()  # a spare waits in here, and has its answers afterwards
+        device = device_of((arguments, *named.values()))
+        answers = state.answers if state.answers is not None and self._is_answered() else None
+        if isinstance(answers, AnswerReplayer):
+            work = answers.answer(self.name_in_store, inner_name, arguments)
+            if work is not None:
+                return work
+        is_transfer = inner_name in TRANSFERS and device == "cpu"
+        if is_transfer and (tree := self.tree_for_collective()) is not None:
+            work = tree.transfer(inner_name, *arguments, **named)
+        else:
+            work = getattr(self._through(device), inner_name)(*arguments, **named)
+        if isinstance(answers, AnswerRecorder):
+            answers.take(self.name_in_store, inner_name, arguments, work)
+        return work
 
     return call
 
@@ -251,7 +358,7 @@ for method, inner_name in {**{name: name for name in SAME_NAME}, **OTHER_NAMES}.
 
 
 def device_of(arguments: object) -> str:
-    """Of the first tensor among the arguments, lists of lists included."""
+    """Return the type of device of the first tensor among the arguments, lists of lists included."""
     return find_device(arguments) or "cpu"
 
 
@@ -282,6 +389,34 @@ class Together(Work):
         return all(work.is_completed() for work in self._works)
 
 
-def together(works: Any) -> Work:
-    every = list(works)
-    return every[0] if len(every) == 1 else Together(every)
+def together(works: Iterable[Work | None]) -> Work | None:
+    """Return the works as one. A device's library returns none for what it was told to do in order (`asyncOp` false):
+    it is queued on the current stream then."""
+    every = [work for work in works if work is not None]
+    if len(every) > 1:
+        return Together(every)
+    return every[0] if every else None
+
+
+# --- the module that made a collective, or asked for a rank
+
+DATA_PARALLEL = "torch.nn.parallel.distributed"
+"""DistributedDataParallel. What its constructor asks of other ranks is replaced when a newcomer joins."""
+PASSED_OVER = ("torch.distributed.", "holdfast.worker.collectives.", "holdfast.worker.parking.")
+"""Modules through which a question comes: who asks is further up."""
+
+
+def asker() -> str:
+    """Return the name of the module that asks."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        name = frame.f_globals.get("__name__", "")
+        if not (name + ".").startswith(PASSED_OVER):
+            return str(name)
+    return ""
+
+
+def is_script(name: str) -> bool:
+    """Return whether this is the script or a library of its own: neither Holdfast nor DistributedDataParallel."""
+    return name != DATA_PARALLEL and not (name + ".").startswith("holdfast.")

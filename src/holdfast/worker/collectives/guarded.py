@@ -1,4 +1,4 @@
-"""Gloo, behind a guard: whoever waits for a collective waits for it or for the end of the view, whichever comes first.
+"""Gloo, behind a guard: who waits for a collective waits for it or for the end of the view, whichever comes first.
 
 Why: shutting a mesh's sockets makes gloo raise, but not always. A message that was half sent or half received when its
 connection broke is forgotten (`Pair::signalException` of gloo's TCP transport tells the operations that are queued,
@@ -7,11 +7,11 @@ a transfer this is common.
 
 So the work that callers get is a promise of ours. Gloo's own completion keeps it, or `fail` breaks it, from the thread
 that revokes the view. What gloo still holds then is left behind: the operation keeps its tensors alive, its
-connections are shut, so that nothing is written into them any more, and nobody looks at them again.
+connections are shut, so that nothing is written into them any more, and they are not looked at again.
 
 A `ProcessGroupGloo` joins its threads when it is destroyed, so one with a forgotten operation must never be. Therefore
-it is only destroyed by `bury`, on a thread that can wait, and only if all its operations have ended; else it stays for
-good.
+it is only destroyed by `release`, on a thread that can wait, and only if all its operations have ended; else it stays
+for good.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Work
 
 from holdfast.errors import ViewOverError
+from holdfast.torch_compat import Work
+from holdfast.worker.collectives.waits import waits
 
-BURY_WAIT_S = 1.0
+RELEASE_WAIT_S = 1.0
 """Gloo's operations end within milliseconds of their sockets, if they end at all."""
-BURY_LOOK_S = 0.01
+RELEASE_LOOK_S = 0.01
 LOOK_EVERY = timedelta(milliseconds=20)
 """How often a waiter looks whether its view is over. Mostly gloo itself wakes it."""
 
@@ -46,6 +47,7 @@ class Promise:
         self._lock = threading.Lock()
         self._is_settled = False
         self._outcome: torch.futures.Future[list[Outcome]] = torch.futures.Future()
+        waits.open()
         # An error must be raised by a callback: only then those who wait in C++ get it too.
         self.future = self._outcome.then(_unwrap)
 
@@ -54,6 +56,7 @@ class Promise:
             if self._is_settled:
                 return
             self._is_settled = True
+        waits.settle()
         self._forget(self)
         self._outcome.set_result([outcome])
 
@@ -87,6 +90,10 @@ class GuardedWork(Work):
         self._promise: Promise | None = None
 
     def wait(self, *_: object, **__: object) -> bool:
+        with waits:
+            return self._wait()
+
+    def _wait(self) -> bool:
         while self._promise is None:
             self._guard.check()
             try:
@@ -127,7 +134,7 @@ class GuardedWork(Work):
         self.wait()
 
 
-class Transfer(GuardedWork):
+class GuardedTransfer(GuardedWork):
     """A send or a receive. A wait for these that runs out of time would end the connection, so a thread waits."""
 
     def __init__(self, guard: Guarded, work: Work) -> None:
@@ -159,7 +166,7 @@ class Guarded:
         return call
 
     def check(self) -> None:
-        """Raises ViewOverError once the view is over."""
+        """Raise ViewOverError once the view is over."""
         if self._over is not None:
             raise ViewOverError(self._over)
 
@@ -171,17 +178,17 @@ class Guarded:
         for promise in broken:
             promise.settle(ViewOverError(why))
 
-    def bury(self) -> None:
-        """Nobody uses it any more. Waits a moment for what gloo still does."""
-        deadline = time.monotonic() + BURY_WAIT_S
+    def release(self) -> None:
+        """Release gloo's object when it is not used any more, after a moment for what gloo still does."""
+        deadline = time.monotonic() + RELEASE_WAIT_S
         while self._is_at_work() and time.monotonic() < deadline:
-            time.sleep(BURY_LOOK_S)  # on a thread of its own, with nobody waiting for it
+            time.sleep(RELEASE_LOOK_S)  # on a thread of its own, with no caller waiting for it
         inner, self._inner = self._inner, None
         if not self._is_at_work():
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(inner))
 
     def promise(self, work: Work) -> Promise:
-        """A future of the work's outcome that `fail` can break."""
+        """Return a future of the work's outcome that `fail` can break."""
         promise = Promise(self._open.discard)
         with self._lock:
             over = self._over
@@ -196,7 +203,7 @@ class Guarded:
 
     def _guard(self, work: Work) -> Work:
         if not has_future(work):
-            return Transfer(self, work)
+            return GuardedTransfer(self, work)
         with self._lock:
             while self._works and self._works[0].is_completed():
                 self._works.popleft()
@@ -208,7 +215,8 @@ class Guarded:
             return self._waiting_threads > 0 or any(not work.is_completed() for work in self._works)
 
     def _follow_future(self, work: Work, promise: Promise) -> bool:
-        """False for sends and receives, which have none: a thread waits for them."""
+        """Let the work's own future settle the promise. Return False for sends and receives, which have none: a thread
+        waits for them."""
         if not has_future(work):
             return False
         work.get_future().add_done_callback(promise.follow)

@@ -1,14 +1,14 @@
 """Finds the sockets of a communicator's mesh among all of the process, and ends them.
 
 The only way to free a thread that hangs inside gloo is to shut the connections it waits for, and gloo does not say
-which they are. This file's rule: **nobody else's socket is touched**. A socket belongs to a mesh if
+which they are. This file's rule: **no other socket is touched**. A socket belongs to a mesh if
 
 - it is remembered, by descriptor and inode, from the moment the mesh was complete, or
 - while the mesh is still being made: it is TCP, and its own address is the mesh's listener (it was accepted there), or
   its peer's address is the listener of another member (it was connected there). Listeners live for one view.
 
-A descriptor may be closed and used anew by another thread at any moment. So it is duplicated first, and everything is
-asked of the duplicate, which nobody else can close.
+A descriptor may be closed and used again by another thread at any moment. So it is duplicated first, and everything is
+asked of the duplicate, which no other code can close.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class Mesh:
             self._peers |= addresses - self._listeners
 
     def add_store(self, addresses: set[Address]) -> None:
-        """The connections to the view's store that there are now."""
+        """Record the connections to the view's store that there are now."""
         with self._lock:
             self._stores |= {fd: inode for fd, inode, _, peer in connections() if peer in addresses}
 
     def remember(self) -> None:
-        """A communicator is complete: its sockets are known from now on."""
+        """Record the sockets of a communicator that is complete."""
         with self._lock:
             self._known |= self._found()
 
@@ -66,16 +66,14 @@ class Mesh:
             shut(self._stores)
 
     def is_broken(self) -> bool:
-        """Whether a connection of a complete mesh is no longer there."""
+        """Return whether a connection of a complete mesh is no longer there."""
         with self._lock:
             known = dict(self._known)
         return any(state(fd, inode) != TCP_ESTABLISHED for fd, inode in known.items())
 
     def leave_to_parent(self) -> None:
-        """In a forked child: let go of the connections. Else they outlive the parent, and its peers notice nothing.
-
-        The numbers stay taken, as the child's copy of the communicator will close them once more.
-        """
+        """Let go of the connections, in a forked child. Else they outlive the parent, and its peers notice nothing. The
+        numbers stay taken, as the child's copy of the communicator will close them once more."""
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for fd, inode in self._known.items():
             with duplicate(fd, inode) as copy:
@@ -114,7 +112,7 @@ def is_stream(sock: socket.socket) -> bool:
 
 @contextmanager
 def duplicate(fd: int, inode: int | None = None) -> Iterator[socket.socket | None]:
-    """The socket at this descriptor, or None if there is none, or another than `inode`."""
+    """Return the socket at this descriptor, or None if there is none, or another than `inode`."""
     sock = None
     try:
         copy = os.dup(fd)
@@ -145,7 +143,7 @@ def shut(sockets: dict[int, int]) -> None:
 
 
 def state(fd: int, inode: int) -> int:
-    """The connection's state as the kernel numbers them; 0 if it is gone."""
+    """Return the connection's state as the kernel numbers them; 0 if it is gone."""
     with duplicate(fd, inode) as sock:
         return 0 if sock is None else sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
 

@@ -1,7 +1,8 @@
 """`hf.init(reduction="canonical")`: the gradient of a step has the same bits whatever the number of ranks.
 
 The usual reduction adds up what each rank has, so another number of ranks rounds otherwise. Here the gradient of each
-*slot* is taken out after its backward, and the slots' gradients are added in one fixed binary tree (data/tree_sum.py):
+*slot* is taken out after its backward, and the slots' gradients are added in one fixed binary tree
+(worker/parallel/tree_sum.py):
 
     each rank       the largest subtrees that lie in its slots, while the batches come; mostly one, at most 2·log2(V)
     all to all      the gradient is cut into a piece a rank; every rank gets its piece of everybody's subtrees …
@@ -27,27 +28,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.modules.batchnorm import SyncBatchNorm, _NormBase
+from torch.nn import SyncBatchNorm
 
-from holdfast.data.handing import Weight
+from holdfast.data.batch_source import Weight
 from holdfast.data.randomness import set_generators, slot_key
 from holdfast.data.slots import slots_of
-from holdfast.data.tree_sum import Node, TreeSum, largest_nodes
 from holdfast.errors import UsageError
 from holdfast.state.modules import unwrapped
 from holdfast.state.optimizers import parameters_of
+from holdfast.state.step_backup import find_slots
 from holdfast.state.tracked import Tracked
-from holdfast.state.volatile import find_slots
+from holdfast.torch_compat import BATCH_NORMS, version_of
 from holdfast.worker.collectives import groups
-from holdfast.worker.parallel.flat_gradients import Layout, Loose, Stretch, add, give_gradients, take_gradients
+from holdfast.worker.parallel.flat_gradients import FlatLayout, FlatRange, Loose, add, give_gradients, take_gradients
 from holdfast.worker.parallel.models import leave_reduction, refuse_other_reductions
-from holdfast.worker.steps import Step
+from holdfast.worker.parallel.tree_sum import SumNode, TreeSum, largest_nodes
+from holdfast.worker.step import Step
 
 NO_SLOT = -1
 """Stands for a slot in the key of what is drawn outside of them."""
 
 
-class Canonical:
+class CanonicalReduction:
     """The reductions of one set of tracked objects."""
 
     def __init__(self, tracked: Tracked) -> None:
@@ -55,13 +57,14 @@ class Canonical:
         self._tracked = tracked
         self._modules = trained_modules(tracked)
         self._buffers = find_slots(self._modules)
-        self._norms = [part for module in self._modules for part in module.modules() if isinstance(part, _NormBase)]
-        self._layout: Layout | None = None
+        self._norms = [part for module in self._modules for part in module.modules() if isinstance(part, BATCH_NORMS)]
+        self._layout: FlatLayout | None = None
         self._is_under_way = False
         self._is_reduced = False
+        leave_reduction(self._modules)
 
     def begin_step(self, number: int, seed: int) -> None:
-        """Also after one that broke: what it left in the hands of a collective is not used again."""
+        """Begin a step, also after one that broke: what it left in the hands of a collective is not used again."""
         if self._is_under_way:
             self._layout = None
         self._is_under_way = self._is_reduced = False
@@ -76,7 +79,7 @@ class Canonical:
             )
 
     def batches(self, step: Step, data: Any, seed: int, weight: Weight | None) -> Iterator[Any]:
-        """This rank's slots; at the end everybody has the gradient of all slots."""
+        """Yield the batches of this rank's slots; at the end every rank has the gradient of all slots."""
         self._check_world(data)
         self._is_under_way = True
         versions = self._versions()
@@ -92,10 +95,10 @@ class Canonical:
         set_generators(slot_key(seed, step.number, NO_SLOT))
         self._is_under_way, self._is_reduced = False, True
 
-    def _layout_for(self, ranks: int) -> Layout:
+    def _layout_for(self, ranks: int) -> FlatLayout:
         parameters = trained_parameters(self._tracked, self._modules)
         if self._layout is None or not self._layout.fits(parameters, ranks):
-            self._layout = Layout(parameters, ranks)
+            self._layout = FlatLayout(parameters, ranks)
         return self._layout
 
     def check(self, data: Any) -> None:
@@ -117,7 +120,7 @@ class Canonical:
 
     def _versions(self) -> list[tuple[Tensor | None, int]]:
         found = [owner.get(name) for owner, name in self._buffers]
-        return [(buffer, -1 if buffer is None or buffer.is_inference() else buffer._version) for buffer in found]
+        return [(buffer, -1 if buffer is None or buffer.is_inference() else version_of(buffer)) for buffer in found]
 
     def _check_buffers(self, before: list[tuple[Tensor | None, int]]) -> None:
         changes = zip(self._buffers, before, self._versions(), strict=True)
@@ -132,7 +135,7 @@ class Canonical:
 class Reduction:
     """From the slots' gradients of one step to everybody's."""
 
-    def __init__(self, layout: Layout, data: Any) -> None:
+    def __init__(self, layout: FlatLayout, data: Any) -> None:
         self._layout, self._plan, self._step = layout, data.plan, data.step
         self._total = self._plan.slots
         self._rank, self._ranks = data.rank, data.world_size
@@ -143,11 +146,12 @@ class Reduction:
         self._before = take_gradients(layout.parameters)
 
     def take(self, slot: int | None) -> None:
-        """The gradients of a slot, whose backward is through; or, without a slot, of a ghost, which are nothing."""
+        """Take the gradients of a slot, whose backward is through; or, without a slot, of a ghost, which are
+        nothing."""
         gradients = take_gradients(self._layout.parameters)
         if slot is not None:
             self._pass_over(slot)
-            self._tree.push(Node(0, slot), gradients)
+            self._tree.push(SumNode(0, slot), gradients)
             self._next = slot + 1
 
     def finish(self) -> None:
@@ -176,10 +180,10 @@ class Reduction:
         return total
 
     def _scatter(
-        self, stretch: Stretch, mine: list[Loose], given: list[list[Node]], own: Tensor, received: list[Tensor]
-    ) -> dict[Node, Tensor]:
-        """This rank's piece of each subtree. In turns: everybody's first, everybody's second, …"""
-        pieces: dict[Node, Tensor] = {}
+        self, stretch: FlatRange, mine: list[Loose], given: list[list[SumNode]], own: Tensor, received: list[Tensor]
+    ) -> dict[SumNode, Tensor]:
+        """Return this rank's piece of each subtree; in turns: every rank's first, every rank's second, …"""
+        pieces: dict[SumNode, Tensor] = {}
         for turn, into in enumerate(received):
             if turn < len(mine):
                 stretch.pack(own, mine[turn])
@@ -191,14 +195,14 @@ class Reduction:
     def _pass_over(self, slot: int) -> None:
         """Slots before this one that had no samples."""
         for empty in range(self._next, slot):
-            self._tree.push(Node(0, empty), None)
+            self._tree.push(SumNode(0, empty), None)
 
     def _samples(self, slots: range) -> int:
         return len(self._plan.slot_share(self._step, slots))
 
 
 def all_to_all(own: Tensor | None, into: Tensor, senders: list[int], piece: int, ranks: int) -> list[Tensor]:
-    """This rank's piece of what each of the senders has, in their order."""
+    """Return this rank's piece of what each of the senders has, in their order."""
     piece_bytes = piece * into.element_size()
     output, given = into[: piece * len(senders)], into[:0] if own is None else own
     sizes_out = [piece_bytes if rank in senders else 0 for rank in range(ranks)]
@@ -213,14 +217,15 @@ def all_gather(piece: Tensor, into: Tensor) -> None:
 
 
 def trained_modules(tracked: Tracked) -> list[torch.nn.Module]:
-    """Those that a tracked optimizer has a part of: not an average of a model, for one. All, if there is none."""
+    """Return the modules that a tracked optimizer has a part of: not an average of a model, for one. All, if there is
+    none."""
     owned = {id(p) for optimizer in tracked.optimizers().values() for p in parameters_of(optimizer)}
     modules = list(tracked.modules().values())
     return [m for m in modules if not owned or any(id(p) in owned for p in unwrapped(m).parameters())]
 
 
 def trained_parameters(tracked: Tracked, modules: list[torch.nn.Module]) -> list[Tensor]:
-    """In an order that is the same on all ranks."""
+    """Return the trained parameters in an order that is the same on all ranks."""
     found: dict[int, Tensor] = {id(p): p for module in modules for p in unwrapped(module).parameters()}
     found |= {id(p): p for optimizer in tracked.optimizers().values() for p in parameters_of(optimizer)}
     return [parameter for parameter in found.values() if parameter.requires_grad]

@@ -1,7 +1,7 @@
 """Gradients of all parameters: loose, as autograd leaves them, and flat, as few long stretches of memory to be sent.
 
 A parameter that a slot does not use has no gradient there, which changes nothing that is added to it; where no slot had
-one, nobody has one at the end, as without a reduction. In a flat gradient a missing one is −0.0, the one number that
+one, no rank has one at the end, as without a reduction. In a flat gradient a missing one is −0.0, the one number that
 changes nothing it is added to, not even the sign of a zero; and that it is missing is added up in the same sum:
 
     [ first parameter … last parameter | in how many parts each had a gradient | filled up to a whole piece a rank ]
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from holdfast.errors import UsageError
+from holdfast.torch_compat import add_all, copy_all
 
 Loose = list[Tensor | None]
 """One for each parameter."""
@@ -37,10 +38,10 @@ def take_gradients(parameters: Sequence[Tensor]) -> Loose:
 
 
 def add(left: Loose, right: Loose) -> Loose:
-    """Into the left one."""
+    """Add the right gradients into the left ones."""
     both = [(mine, other) for mine, other in zip(left, right, strict=True) if mine is not None and other is not None]
     if both:
-        torch._foreach_add_([mine for mine, _ in both], [other for _, other in both])
+        add_all([mine for mine, _ in both], [other for _, other in both])
     return [other if mine is None else mine for mine, other in zip(left, right, strict=True)]
 
 
@@ -49,7 +50,7 @@ def give_gradients(parameters: Sequence[Tensor], gradients: Loose) -> None:
         parameter.grad = gradient
 
 
-class Stretch:
+class FlatRange:
     """Where the parameters of one type and device are in their stretch of memory."""
 
     def __init__(self, parameters: Sequence[Tensor], numbers: list[int], ranks: int) -> None:
@@ -71,14 +72,14 @@ class Stretch:
         views = self._views(flat)
         there = [(view, gradient) for view, gradient in zip(views, mine, strict=True) if gradient is not None]
         if there:
-            torch._foreach_copy_([view for view, _ in there], [gradient for _, gradient in there])
+            copy_all([view for view, _ in there], [gradient for _, gradient in there])
         for view, gradient in zip(views, mine, strict=True):
             if gradient is None:
                 view.fill_(-0.0)
         self._counts(flat).copy_(torch.tensor([float(gradient is not None) for gradient in mine]))
 
     def unpack(self, flat: Tensor) -> Loose:
-        """The gradients stay in this memory."""
+        """Return the gradients, which stay in this memory."""
         counts = self._counts(flat).tolist()
         return [view if count else None for view, count in zip(self._views(flat), counts, strict=True)]
 
@@ -90,7 +91,7 @@ class Stretch:
         return flat[self._edges[-1] : self._edges[-1] + len(self.numbers)]
 
 
-class Layout:
+class FlatLayout:
     """All parameters by type, and stretches of memory that are used again."""
 
     def __init__(self, parameters: list[Tensor], ranks: int) -> None:
@@ -98,7 +99,7 @@ class Layout:
         kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for number, parameter in enumerate(parameters):
             kinds.setdefault((parameter.dtype, parameter.device), []).append(number)
-        self.stretches = [Stretch(parameters, numbers, ranks) for numbers in kinds.values()]
+        self.stretches = [FlatRange(parameters, numbers, ranks) for numbers in kinds.values()]
         self._free: dict[int, list[Tensor]] = {at: [] for at in range(len(self.stretches))}
 
     def fits(self, parameters: list[Tensor], ranks: int) -> bool:

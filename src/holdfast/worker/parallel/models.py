@@ -9,56 +9,64 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from holdfast.errors import UsageError
-from holdfast.worker.parallel import data_parallel, fully_sharded
+from holdfast import torch_compat
+from holdfast.errors import ScriptError
+from holdfast.worker.parallel import ddp, fsdp
 
 
 def data_parallels(modules: Iterable[torch.nn.Module]) -> list[DistributedDataParallel]:
-    """All DistributedDataParallel wrappers among the modules and inside them."""
+    """Return all DistributedDataParallel wrappers among the modules and inside them."""
     return [part for module in modules for part in module.modules() if isinstance(part, DistributedDataParallel)]
 
 
 def prepare_models(modules: Iterable[torch.nn.Module]) -> None:
-    """Once, before the first step: so that a newcomer's model communicates exactly as a veteran's."""
+    """Make a newcomer's model communicate exactly as a veteran's; once, before the first step."""
     modules = list(modules)
     refuse_other_cuts(modules)
     for wrapper in data_parallels(modules):
-        data_parallel.pin_buckets(wrapper)
+        ddp.pin_buckets(wrapper)
 
 
 def refuse_other_cuts(modules: Iterable[torch.nn.Module]) -> None:
-    """Which rank has which part is known of `fully_shard` alone; taken for replicas, other parts would get lost."""
+    """Raise ScriptError for parameters that something else than `fully_shard` has cut: which rank has which part is not
+    known there, and taken for replicas, the parts would get lost."""
     for module in modules:
         for name, parameter in module.named_parameters():
             placements = parameter.placements if isinstance(parameter, DTensor) else ()
             cuts = [placement for placement in placements if not placement.is_replicate()]
-            if len(cuts) > 1 or (cuts and not fully_sharded.is_sharded(module)):
-                raise UsageError(
+            if len(cuts) > 1 or (cuts and not fsdp.is_sharded(module)):
+                raise ScriptError(
                     f"{name} is cut by something else than fully_shard ({placements}): tensor and pipeline parallel"
                     " models cannot be repaired online yet; run this script without a session"
                 )
 
 
 def reset_models(modules: Iterable[torch.nn.Module]) -> None:
-    """In every new view, before its first step: nothing is left of a forward or backward that broke."""
+    """Remove what is left of a forward or backward that broke; in every new view, before its first step."""
     modules = list(modules)
     for wrapper in data_parallels(modules):
-        data_parallel.reset(wrapper)
+        ddp.reset(wrapper)
     for module in modules:
-        if fully_sharded.is_sharded(module):
-            fully_sharded.reset(module)
+        if fsdp.is_sharded(module):
+            torch_compat.reset_fsdp(module)
+
+
+def check_unfrozen(modules: Iterable[torch.nn.Module]) -> None:
+    """Raise ScriptError if a parameter was unfrozen that its DDP does not reduce."""
+    for wrapper in data_parallels(modules):
+        ddp.check_unfrozen(wrapper)
 
 
 def align_buffers(modules: Iterable[torch.nn.Module]) -> None:
-    """Before a commit: DDP's buffers as rank 0 has them. DDP does it at the start of the next forward; until then each
-    rank has its own, and those of rank 0 would die with it."""
+    """Give DDP's buffers the values of rank 0 before a commit. DDP does it at the start of the next forward; until then
+    each rank has its own, and those of rank 0 would die with it."""
     for wrapper in data_parallels(modules):
         if wrapper.will_sync_module_buffers():  # type: ignore[no-untyped-call]
-            wrapper._sync_buffers()  # type: ignore[no-untyped-call]
+            torch_compat.sync_buffers(wrapper)
 
 
 def set_gradient_sync(modules: Iterable[torch.nn.Module], is_last: bool) -> None:
-    """Whether the next backward averages over ranks: only a step's last does, the others add up."""
+    """Set whether the next backward averages over ranks: only a step's last does, the others add up."""
     for module in modules:
         for part in module.modules():
             if isinstance(part, DistributedDataParallel):
@@ -67,42 +75,58 @@ def set_gradient_sync(modules: Iterable[torch.nn.Module], is_last: bool) -> None
                 part.set_requires_gradient_sync(is_last, recurse=False)
 
 
+def refuse_unreduced(modules: Iterable[torch.nn.Module]) -> None:
+    """Raise ScriptError, at the commit of a step without an update, for gradients that are inside of the modules, where
+    nothing keeps them."""
+    if any(torch_compat.has_unreduced_gradients(module) for module in modules):
+        raise ScriptError(
+            "a step ended without an update and with gradients that are not reduced yet (set_requires_gradient_sync or"
+            " set_requires_all_reduce is off): nothing keeps them between two steps. Take all the batches of an update"
+            " in one `with step:` (hf.Loader with slots= does it), or have every backward reduce"
+        )
+
+
 def leave_reduction(modules: Iterable[torch.nn.Module]) -> None:
-    """DDP communicates nothing of itself: neither gradients, nor buffers at the next forward."""
+    """Have DDP communicate nothing of itself: neither gradients, nor buffers at the next forward."""
     for wrapper in data_parallels(modules):
         wrapper.require_backward_grad_sync = False
         wrapper.require_forward_param_sync = False
 
 
 def refuse_other_reductions(modules: Iterable[torch.nn.Module]) -> None:
-    """Of a canonical reduction: raise UsageError for a model whose gradients somebody else reduces."""
+    """Raise ScriptError for a model whose gradients are reduced in another way than the canonical one."""
     modules = list(modules)
     if is_sharded(modules) or any(hasattr(p, "full_tensor") for module in modules for p in module.parameters()):
-        raise UsageError(
+        raise ScriptError(
             "reduction='canonical' is for replicated models: the gradients of a sharded one are reduced by itself."
             " Use DistributedDataParallel, or the usual reduction"
         )
     for wrapper in data_parallels(modules):
         used = {
             "static_graph": wrapper.static_graph,
-            "a communication hook": bool(wrapper._comm_hooks),
+            "a communication hook": bool(torch_compat.comm_hooks(wrapper)),
             "mixed_precision": wrapper.mixed_precision is not None,
         }
         if found := [name for name, is_used in used.items() if is_used]:
-            raise UsageError(f"reduction='canonical' takes the place of DDP's: build DDP without {found[0]}")
+            raise ScriptError(f"reduction='canonical' takes the place of DDP's: build DDP without {found[0]}")
 
 
 def is_sharded(modules: Iterable[torch.nn.Module]) -> bool:
-    """Whether any of them is made for one rank of one world, be it a world of one."""
-    return any(fully_sharded.is_sharded(module) for module in modules)
+    """Return whether any of them is made for one rank of one world, be it a world of one."""
+    return any(fsdp.is_sharded(module) for module in modules)
 
 
 def communicates_in_forward(modules: Iterable[torch.nn.Module]) -> bool:
-    """Whether a forward pass is one of all ranks together, so that all must make as many."""
+    """Return whether a forward pass is one of all ranks together, so that all must make as many."""
     parts = [part for module in modules for part in module.modules()]
     return any(isinstance(part, (FSDPModule, torch.nn.SyncBatchNorm)) for part in parts)
 
 
+def gathering_devices(modules: Iterable[torch.nn.Module]) -> set[torch.device]:
+    """Where sharded parameters are gathered and computed with. With offloading they are elsewhere in between."""
+    return set().union(*map(fsdp.devices_of, modules))
+
+
 def shards_of(modules: Iterable[torch.nn.Module]) -> int:
-    """Into how many different parts the state is cut; 1 if every rank has all of it."""
-    return max((fully_sharded.shards_of(module) for module in modules), default=1)
+    """Return into how many different parts the state is cut; 1 if every rank has all of it."""
+    return max((fsdp.shards_of(module) for module in modules), default=1)

@@ -1,0 +1,240 @@
+"""Whether ranks that count as replicas have the same numbers, looked at in a run's first steps and after a recovery.
+
+Where a state comes from after a fault follows from what the model is: of a replicated model, from any other rank; of a
+sharded one, from the rank with the same shard (rank modulo the number of shards). A script may hold other things on
+each rank behind equal names and shapes: experts or stages of its own, parameters that are averaged only now and then, a
+meter. A replacement would get another rank's, and the run would end with other numbers. So, in the first steps of a run
+and at its first update, these ranks compare a digest of each tracked object: its structure and plain values, and the
+bits of its tensors. What is tracked as each rank's own is left out.
+
+Two exchanges of a few numbers: are the names the same, then the digests. If these differ, one more finds the tensor.
+
+After a recovery they compare once more, in the second commit of the view, so that no recovery waits for it. Ranks
+that were
+the same until then differ if the script's updates depend on something that is not tracked: a counter of its own, which
+goes on in a survivor and begins again in a replacement.
+
+Plain attributes of modules and optimizers may differ (state/attributes.py): those that do are each rank's own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import Any
+
+from torch.distributed.tensor import DTensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from holdfast.core.stacks import ranks_text
+from holdfast.errors import ScriptError
+from holdfast.state.optimizers import is_split
+from holdfast.state.per_rank_state import StatePart
+from holdfast.state.tensor_specs import FlatTree, dotted
+from holdfast.state.tracked import FLAGS, GENERATORS, GRADIENTS, TRANSIENT, Tracked
+from holdfast.state.tree import flatten
+from holdfast.util.logs import get_logger
+from holdfast.worker.param_checksums import checksum
+
+STEPS_MIN = 2
+"""How many of a run's first steps are compared; more, until one has made an update."""
+BITS = 62
+"""Of a digest: it travels as a signed number of 64 bits."""
+
+COMMITS_AFTER_JOIN = 2
+"""In which commit of a view that some have joined ranks compare: an update made together lies before it in any case,
+and the first one is what a recovery waits for."""
+
+log = get_logger(__name__)
+
+Gather = Callable[[Sequence[int]], list[list[int]]]
+
+
+class Due(IntEnum):
+    """Why ranks compare in a commit. Of several reasons the highest counts."""
+
+    NOT = 0
+    AFTER_JOIN = 1
+    FIRST_STEPS = 2
+
+
+class ReplicaCheck:
+    """The comparisons of one run: in its first steps, and after each recovery."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._has_updated = False
+        self._is_wanted = False
+        self._joined_for = COMMITS_AFTER_JOIN
+        """Commits since a view was joined in which others went on; no more are counted than matter."""
+        self._joined_at = -1
+        """The step that was the next one then; -1: there was none."""
+
+    @property
+    def due(self) -> Due:
+        """Return whether the commit of the step under way is to compare. Of a run's first steps only ranks know that
+        have been there from its start; the others learn it from the vote (engine.CommitVote)."""
+        if self._is_wanted and (self._steps < STEPS_MIN or not self._has_updated):
+            return Due.FIRST_STEPS
+        return Due.AFTER_JOIN if self._joined_for == COMMITS_AFTER_JOIN - 1 else Due.NOT
+
+    @property
+    def joined_at(self) -> int:
+        """The step with which the view began that was joined while others went on; -1: all began together."""
+        return self._joined_at
+
+    def joined(self, step: int) -> None:
+        """Record that a view was joined while others went on: all have been given the state before this step."""
+        self._joined_for, self._joined_at = 0, step
+
+    def committed(self) -> None:
+        """Record that a step is about to be committed, and that what was due was compared."""
+        self._joined_for = min(self._joined_for + 1, COMMITS_AFTER_JOIN)
+
+    def want(self) -> None:
+        """Have the first steps compared: all ranks start a run together."""
+        self._is_wanted, self._steps, self._has_updated = True, 0, False
+        self._joined_for, self._joined_at = COMMITS_AFTER_JOIN, -1
+
+    def compare(self, tracked: Tracked, has_updated: bool, shards: int, gather: Gather) -> None:
+        """Compare the state, on all ranks together. Raises ScriptError, on all of them, if ranks with the same shard
+        differ."""
+        self._steps += 1
+        self._has_updated |= has_updated
+        part_attributes(tracked, shards, gather)
+        branches = {name: flatten(localised(branch)) for name, branch in branches_of(tracked).items()}
+        check_names(list(branches), gather)
+        rows = gather([number for flat in branches.values() for number in digests(flat)])
+        for index, (name, flat) in enumerate(branches.items()):
+            structures = [row[2 * index] for row in rows]
+            if pair := first_pair(structures, shards):
+                raise ScriptError(self._sentence(name, "its structure or a plain value in it", pair, tracked))
+            if pair := first_pair([row[2 * index + 1] for row in rows], shards):
+                raise ScriptError(self._sentence(name, self._tensor(flat, pair, gather), pair, tracked))
+
+    def _sentence(self, name: str, what: str, pair: tuple[int, int], tracked: Tracked) -> str:
+        if self._joined_at < 0:
+            return sentence(name, what, pair, tracked)
+        return (
+            f"{name} is not the same on {ranks_text(pair)} ({what}) since step {self._joined_at}, from which they went"
+            " on together after a fault: the step depends on something that is not tracked and is neither put back when"
+            " a step is repeated nor given to a replacement, such as a counter of the script's own. Derive it from"
+            " step.number, or name its object in job.track(…), or in job.track_local(…) if each rank has its own"
+        )
+
+    def _tensor(self, flat: FlatTree, pair: tuple[int, int], gather: Gather) -> str:
+        """Return the path of the first tensor in which two ranks differ. All have as many: their structure is equal."""
+        rows = gather([checksum([tensor]) for tensor in flat.tensors])
+        first, second = (rows[rank] for rank in pair)
+        differing = next(index for index in range(len(first)) if first[index] != second[index])
+        assert flat.specs is not None  # what flatten() made has them
+        return dotted(flat.specs[differing].path[1:])
+
+
+def branches_of(tracked: Tracked) -> dict[str, Any]:
+    """Return what is compared, by tracked name. Gradients of an accumulation are no part of it: each rank has its own
+    until they are averaged."""
+    tree = tracked.tree(StatePart.SHARED)
+    left_out = tree.pop(TRANSIENT, {})
+    flags = tree.pop(FLAGS, {})
+    tree[FLAGS] = {kind: values for kind, values in flags.items() if kind != "of_each_rank"}
+    split = {name for name, optimizer in tracked.optimizers().items() if is_split(optimizer)}  # meant to differ
+    return {
+        name: {"state": branch, "buffers outside its state_dict()": left_out.get(name, {})}
+        for name, branch in tree.items()
+        if name not in (GRADIENTS, GENERATORS) and name not in split
+    }
+
+
+def part_attributes(tracked: Tracked, shards: int, gather: Gather) -> None:
+    """Leave plain attributes that differ between ranks with the same shard out of the state."""
+    attributes = tracked.flags.attributes
+    changed = attributes.changed()
+    found = {f"{holder}.{name}": value for holder, values in changed.items() for name, value in sorted(values.items())}
+    rows = gather([number_of("\n".join(found).encode())])
+    if first_pair([row[0] for row in rows], shards):
+        differing = list(found)
+    elif first_pair([row[0] for row in rows], 1) or not found:
+        return  # of sharded models each rank has its own copies
+    else:
+        rows = gather([number_of(repr(value).encode()) for value in found.values()])
+        differing = [name for index, name in enumerate(found) if first_pair([row[index] for row in rows], shards)]
+    if differing:
+        attributes.of_each_rank |= set(differing)
+        log.warning(
+            "attribute-differs",
+            f"{', '.join(differing)}: an attribute with another value on each rank. A repeated step finds its own, but"
+            " a replacement has what its script builds. If it decides anything, make it a buffer, or derive it from"
+            " step.number",
+        )
+
+
+def localised(value: Any) -> Any:
+    """Return the value with this rank's part in place of each DTensor, which knows its coordinate in the mesh, another
+    one for each replica."""
+    match value:
+        case DTensor():
+            return value.to_local()
+        case dict():
+            return {key: localised(inner) for key, inner in value.items()}
+        case list() | tuple() if type(value) in (list, tuple):
+            return type(value)(localised(inner) for inner in value)
+        case _:
+            return value
+
+
+def digests(flat: FlatTree) -> tuple[int, int]:
+    """Return two numbers: of the structure and its plain values, and of all bits of all tensors."""
+    return number_of(flat.skeleton), checksum(flat.tensors)
+
+
+def number_of(content: bytes) -> int:
+    return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") >> (64 - BITS)
+
+
+def check_names(names: list[str], gather: Gather) -> None:
+    """Raise ScriptError if the ranks have tracked different names."""
+    rows = gather([number_of("\n".join(names).encode())])
+    if pair := first_pair([row[0] for row in rows], 1):
+        here = ", ".join(name for name in names if name != FLAGS)
+        raise ScriptError(
+            f"{ranks_text(pair)} track different names, or in another order (here: {here}): call job.track"
+            " with the same names on every rank"
+        )
+
+
+def first_pair(values: list[int], shards: int) -> tuple[int, int] | None:
+    """Return the first two ranks that have the same shard and different values."""
+    for rank, value in enumerate(values):
+        if value != values[rank % shards]:
+            return rank % shards, rank
+    return None
+
+
+def sentence(name: str, what: str, pair: tuple[int, int], tracked: Tracked) -> str:
+    """Return what is wrong, and what to do about it."""
+    fact = (
+        f"{name} is not the same on {ranks_text(pair)} ({what}): ranks that hold different numbers cannot replace one"
+        " another"
+    )
+    match tracked.objects().get(name):
+        case None if name == FLAGS:
+            fact = f"a flag of a module or a setting of torch is not the same on {ranks_text(pair)}"
+            remedy = "switch it on all ranks alike: train(), eval(), requires_grad_(), the default dtype"
+        case Module():
+            remedy = (
+                "wrap the model in DistributedDataParallel or build it from one seed; for buffers, leave"
+                " broadcast_buffers on or use SyncBatchNorm; what is each rank's own belongs into"
+                f" job.track_local({name}={name}). Experts or stages made by hand and local SGD cannot be repaired"
+                " online yet: run such a script without a session"
+            )
+        case Optimizer():
+            remedy = (
+                "the ranks must make the same updates, with gradients that are averaged over all of them; an optimizer"
+                " that keeps other state on each rank cannot be repaired online yet: run it without a session"
+            )
+        case _:
+            remedy = f"if each rank is to have its own, track it with job.track_local({name}=…)"
+    return f"{fact}: {remedy}"
