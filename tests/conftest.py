@@ -1,11 +1,12 @@
 """What a test must not leave behind: processes, shared memory, mounts, network namespaces, interfaces.
 
-`leak_guard` gives the test an id, which all its processes carry in their environment (e2e/jobs.py) and which the
+`leak_guard` gives the test an id, which all its processes carry in their environment (support/jobs.py) and which the
 names of its namespaces and interfaces contain. What is found of it afterwards fails the test, and is removed.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import shutil
@@ -13,12 +14,13 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 
-from e2e import jobs, references
+from holdfast.util.logs import LOGGERS
+from support import jobs, references
 
 LAST_BREATH_S = 3.0
 """For processes that were killed and have not quite gone, or see their parent's end in a moment."""
@@ -42,6 +44,16 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         shutil.rmtree(os.environ.pop(references.DIRECTORY), ignore_errors=True)
 
 
+@pytest.fixture(autouse=True)
+def loggers_restored() -> Iterator[None]:
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    before = [(logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
+    yield
+    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
+        logger.handlers[:], logger.propagate = handlers, propagate
+        logger.setLevel(level)
+
+
 @pytest.fixture
 def leak_guard(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The test's id."""
@@ -57,7 +69,9 @@ def leak_guard(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Show what the agents of a failed test said."""
     report = yield
     if call.when == "call" and report.failed:

@@ -4,7 +4,7 @@
 set -eu
 if [ -d .venv/bin ] && [ ! -e .venv/bin/azurite-blob ]; then
     if command -v npm >/dev/null 2>&1 &&
-        npm install --silent --no-audit --no-fund --prefix .venv/azurite azurite@3 >/dev/null 2>&1; then
+        timeout 180 npm install --silent --no-audit --no-fund --prefix .venv/azurite azurite@3 >/dev/null 2>&1; then
         ln -s ../azurite/node_modules/.bin/azurite-blob .venv/bin/azurite-blob
     else
         echo "not installed (needs npm): azurite" >&2

@@ -7,17 +7,17 @@ import itertools
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from e2e.jobs import SPAWN, STEPS, Place
 from holdfast import failover
-from holdfast.core.events import Event, NodeGone, WorkerFailed
-from holdfast.core.faults import Exited, Failure, Signalled
-from holdfast.core.records import Outcome, WorkerLost
+from holdfast.core.events import Event, NodeLeft, WorkerFailed
+from holdfast.core.faults.failures import Exited, Failure, Signalled
+from holdfast.core.records import Outcome, WorkerFailedRecord
 from holdfast.errors import UsageError
 from holdfast.failover import (
     DynamicAgentFailoverExtension,
@@ -28,7 +28,8 @@ from holdfast.failover import (
     ask,
     load,
 )
-from holdfast.master.advice import Adviser
+from holdfast.master.failover_extension import MasterAdviser
+from support.jobs import SPAWN, STEPS, Place
 
 NORMAL, NODE, ABORTION = (
     FailoverStrategy.NORMAL_FAILOVER,
@@ -77,7 +78,7 @@ def test_the_base_classes_leave_it_to_the_ladder(base: type[Extension]) -> None:
     assert asked(base()) is NORMAL
 
 
-def test_it_is_told_the_failure_and_what_happened_before() -> None:
+def test_an_extension_gets_the_failure_and_the_history() -> None:
     extension = Answers(NORMAL)
     before = [failure(rank=rank, node_id="ab"[rank % 2]) for rank in range(failover.HISTORY_MAX + 4)]
     asked(extension, failure(end=Signalled(9, "SIGKILL")), before, restart_count=2)
@@ -121,13 +122,13 @@ def test_whatever_is_no_strategy_means_normal(answer: Any) -> None:
 
 def test_one_that_hangs_means_normal_and_is_asked_again_only_once_it_has_come_back(short_limit: None) -> None:
     release = threading.Event()
-    answers = iter([lambda: release.wait(60) and NODE, lambda: NODE])
+    answers: Iterator[Callable[[], Any]] = iter([lambda: release.wait(60) and NODE, lambda: NODE])
     extension = Answers(lambda: next(answers)())
     assert asked(extension) is NORMAL
     assert asked(extension) is NORMAL
     assert len(extension.told) == 1, "it was not bothered while it hung"
     release.set()
-    for thread in failover._stuck:
+    for thread in failover._user_code.stuck:
         thread.join(60)
     assert asked(extension) is NODE
 
@@ -149,12 +150,12 @@ def test_several_failures_at_once_are_asked_about_one_after_the_other() -> None:
     assert set(asyncio.run(all_at_once())) == {NODE}
 
 
-def test_a_call_that_never_comes_back_does_not_keep_the_process_from_ending() -> None:
+def test_a_call_that_never_returns_does_not_keep_the_process_from_ending() -> None:
     code = """
 import asyncio, threading
 from holdfast import failover
-from holdfast.core.events import Event, NodeGone, WorkerFailed
-from holdfast.core.faults import Exited, Failure
+from holdfast.core.events import Event, NodeLeft, WorkerFailed
+from holdfast.core.faults.failures import Exited, Failure
 class Hangs(failover.DynamicFailoverExtension):
     def get_user_failover_strategy(self, failure_info):
         threading.Event().wait()
@@ -174,14 +175,14 @@ def failed(rank: int, **changed: Any) -> WorkerFailed:
     return WorkerFailed(node_id="a", incarnation="a.1", view=3, failure=lost)
 
 
-def advised(adviser: Adviser, *events: Event) -> list[Event]:
+def advised(adviser: MasterAdviser, *events: Event) -> list[Event]:
     return asyncio.run(adviser.advise(events, restart_count=1))
 
 
 def test_the_order_of_events_stays_and_only_failures_get_advice() -> None:
-    gone = NodeGone(node_id="a", incarnation="a.1")
+    gone = NodeLeft(node_id="a", incarnation="a.1")
     extension = Answers(NODE)
-    first, second, third = advised(Adviser(extension), failed(0), gone, failed(1))
+    first, second, third = advised(MasterAdviser(extension), failed(0), gone, failed(1))
     assert second is gone
     assert [(e.failure.rank, e.failure.advice) for e in (first, third)] == [(0, NODE), (1, NODE)]  # type: ignore[union-attr]
     assert [info.restart_count for info in extension.told] == [1, 1]
@@ -191,26 +192,26 @@ def test_a_batch_waits_for_one_time_limit_whatever_the_number_of_failures(short_
     release = threading.Event()
     extension = Answers(lambda: release.wait(60) and NODE)
     try:
-        found = advised(Adviser(extension), *(failed(rank) for rank in range(100)))
+        found = advised(MasterAdviser(extension), *(failed(rank) for rank in range(100)))
         assert {event.failure.advice for event in found} == {NORMAL}  # type: ignore[union-attr]
         assert len(extension.told) == 1
     finally:
         release.set()
-        for thread in failover._stuck:
+        for thread in failover._user_code.stuck:
             thread.join(60)
 
 
 def test_what_was_heard_before_or_judged_on_the_node_is_not_asked_about_again() -> None:
     extension = Answers(NODE)
-    adviser = Adviser(extension)
-    adviser.learn([WorkerLost(at=1.0, failure=failed(0).failure, late=False)])
+    adviser = MasterAdviser(extension)
+    adviser.learn([WorkerFailedRecord(at=1.0, failure=failed(0).failure, late=False)])
     repeated, judged, new = advised(adviser, failed(0), failed(1, advice=ABORTION), failed(2))
     assert [event.failure.advice for event in (repeated, judged, new)] == [NORMAL, ABORTION, NODE]  # type: ignore[union-attr]
     assert [(info.rank, len(info.history)) for info in extension.told] == [(2, 1)]
 
 
-def test_without_an_extension_nobody_waits() -> None:
-    assert not Adviser(None).has_to_say(failed(0))
+def test_without_an_extension_nothing_waits() -> None:
+    assert not MasterAdviser(None).has_to_say(failed(0))
 
 
 # --- loading
@@ -316,7 +317,7 @@ def test_a_job_whose_extension_says_abort_ends_though_restarts_are_left(tmp_path
     job.tell(0, "exit 3")
     assert agent.wait() == 1
     assert (tmp_path / "told").read_text() == "a 3 0"
-    assert [lost.failure.advice for lost in job.journal.of(WorkerLost)] == [ABORTION]
+    assert [lost.failure.advice for lost in job.journal.of(WorkerFailedRecord)] == [ABORTION]
     assert job.journal.finished().outcome is Outcome.FAILED
     assert job.journal.view() == 1, "nothing was started again"
 

@@ -12,14 +12,15 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from holdfast.agent.autopsy import ERROR_FILE_BYTES_MAX, MESSAGE_CHARS_MAX, examine
-from holdfast.agent.logs import LogPlan, WorkerLogFiles, WorkerLogs
 from holdfast.agent.out_of_memory import MemoryWatch
-from holdfast.core.faults import (
+from holdfast.agent.worker_logs import LogPlan, WorkerLogFiles, WorkerLogs
+from holdfast.core.faults.failures import (
     LOG_LINE_CHARS_MAX,
     LOG_TAIL_LINES_MAX,
     TRACEBACK_CHARS_MAX,
@@ -61,7 +62,7 @@ def look(exit_code: int, files: WorkerLogFiles, watch: MemoryWatch | None = None
         pid=pid,
         ended_at=ENDED_AT,
         files=files,
-        **({"memory_evidence": watch.evidence} if watch else {}),
+        memory_evidence=watch.evidence if watch else lambda pid: "",
     )
 
 
@@ -97,7 +98,7 @@ def test_uncaught_exception_is_read_from_stderr(files: WorkerLogFiles) -> None:
     assert (failure.view, failure.local_rank, failure.pid) == (1, 1, 77)
 
 
-def test_chain_is_kept_whole_and_named_by_its_last(files: WorkerLogFiles) -> None:
+def test_a_chain_of_exceptions_is_complete_and_named_by_its_last(files: WorkerLogFiles) -> None:
     code = """
 import logging, traceback
 try: raise OSError('an earlier one, handled')
@@ -206,7 +207,7 @@ def test_torchs_error_file_comes_first(files: WorkerLogFiles) -> None:
     assert failure.error_file == files.error_file
 
 
-def record(message: object = "ValueError: boom", **extra: object) -> str:
+def record(message: object = "ValueError: boom", **extra: Any) -> str:
     return json.dumps({"message": {"message": message, "extraInfo": extra}})
 
 
@@ -252,7 +253,7 @@ def test_error_files(files: WorkerLogFiles, content: str, exception: str, messag
         ({}, ENDED_AT),
     ],
 )
-def test_moment_of_the_failure(files: WorkerLogFiles, extra: dict[str, object], failed_at: float) -> None:
+def test_moment_of_the_failure(files: WorkerLogFiles, extra: dict[str, Any], failed_at: float) -> None:
     Path(files.error_file).write_text(record(**extra))
     assert fail(1, files).failed_at == failed_at
 
@@ -313,7 +314,7 @@ def test_unnamed_signal(files: WorkerLogFiles) -> None:
 def test_shells_exit_code_is_translated(files: WorkerLogFiles) -> None:
     failure = fail(run(files, "sh", "-c", "sh -c 'kill -TERM $$'; exit $?"), files)
     assert failure.end == Exited(143)
-    assert failure.message == "exit code 143 is 128 + 15: a shell's word for a command killed by SIGTERM"
+    assert failure.message == "exit code 143 is 128 + 15: a shell's code for a command killed by SIGTERM"
     assert fail(200, files).message == ""
 
 
@@ -435,7 +436,7 @@ class Victim:
         return self.process.wait(60)
 
 
-def test_out_of_memory_is_told_apart_from_kill_9(files: WorkerLogFiles, memory_group: Path) -> None:
+def test_out_of_memory_is_distinguished_from_kill_9(files: WorkerLogFiles, memory_group: Path) -> None:
     watch = MemoryWatch()
     with Victim(memory_group, watch) as victim, Victim(memory_group, watch) as bystander:
         watch.sample()
@@ -524,7 +525,7 @@ def test_hybrid_mounts_in_a_container_that_sees_a_part_of_the_tree(tmp_path: Pat
     assert watch.evidence(42) == "cgroup /docker/abc: oom_kill 0 → 1, no limit: the machine ran out of memory"
 
 
-def test_zombie_that_seems_to_be_in_the_root_is_looked_for_where_it_lived(tmp_path: Path) -> None:
+def test_a_zombie_that_seems_to_be_in_the_root_is_searched_in_its_last_cgroup(tmp_path: Path) -> None:
     kernel = Kernel(tmp_path, LEGACY_MOUNT, "4:memory:/job\n")
     kernel.put(kernel.point / "memory.oom_control", "oom_kill 0\n")
     kernel.put(kernel.point / "job" / "memory.oom_control", "oom_kill 0\n")

@@ -9,18 +9,19 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from holdfast.checks import disk, measuring, waiting
+from holdfast.checks import measure as measure_module
+from holdfast.checks import measure as measuring
 from holdfast.checks.accelerators import registry
 from holdfast.checks.accelerators.base import Device
 from holdfast.checks.accelerators.cpu import Cpu, parse_memory_info
-from holdfast.checks.accelerators.generic import Matmul
-from holdfast.checks.disk import check_disk
-from holdfast.checks.measuring import BLOCKS, measure, timing_of
-from holdfast.checks.stages import check_alone, check_device, memory_problem
+from holdfast.checks.accelerators.generic import MatmulBenchmark
+from holdfast.checks.measure import BLOCKS, measure, timing_of
+from holdfast.checks.stages import check_alone, check_device, check_disk, memory_problem
 from holdfast.errors import UsageError
 
 HERE = str(threading.get_native_id())
@@ -35,20 +36,20 @@ class Small(Cpu):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.checks.disk.BLOCK_S", 0.002)
+    monkeypatch.setattr("holdfast.checks.stages.BLOCK_S", 0.002)
     monkeypatch.setattr(measure, "__kwdefaults__", {"block_s": 0.002})
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 300])
 def test_a_product_that_is_right_is_found_right(size: int) -> None:
-    work = Matmul(Small(), 0, size)
+    work = MatmulBenchmark(Small(), 0, size)
     work.run()
     assert work.verify() == ""
 
 
 @pytest.mark.parametrize("change", [1.0, -1.0, 0.5, 2.0**20, float("nan"), float("inf")])
 def test_one_wrong_number_of_thousands_is_found(change: float) -> None:
-    work = Matmul(Small(), 0, 64)
+    work = MatmulBenchmark(Small(), 0, 64)
     work.run()
     work.product[17, 42] += change
     assert work.verify()
@@ -57,7 +58,7 @@ def test_one_wrong_number_of_thousands_is_found(change: float) -> None:
 
 
 def test_every_single_flipped_bit_is_found() -> None:
-    work = Matmul(Small(), 0, 16)
+    work = MatmulBenchmark(Small(), 0, 16)
     work.run()
     right = work.product.clone()
     for bit in range(32):
@@ -69,7 +70,7 @@ def test_every_single_flipped_bit_is_found() -> None:
 
 
 def test_the_product_is_exact_in_the_precisions_of_accelerators() -> None:
-    work = Matmul(Small(), 0, 256)
+    work = MatmulBenchmark(Small(), 0, 256)
     for dtype in (torch.bfloat16, torch.float16):
         left, right = work._left_there.to(dtype), work._right_there.to(dtype)
         assert torch.equal(left.float(), work._left_there) and torch.equal(right.float(), work._right_there)
@@ -85,9 +86,9 @@ def test_all_stages_of_this_machine(tmp_path: Path) -> None:
 
 def test_a_device_that_raises_is_named_and_not_asked_for_more() -> None:
     class Dead(Small):
-        faults = registry.load("cuda").faults
+        faults: Any = registry.load("cuda").faults
 
-        def prepare_matmul(self, index: int) -> Matmul:
+        def prepare_matmul(self, index: int) -> MatmulBenchmark:
             raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
 
     timings, problems = check_device(Dead(), Device(index=3, name="x", memory_bytes=1, memory_free_bytes=1))
@@ -106,7 +107,7 @@ def test_a_machine_without_the_devices_it_should_have() -> None:
     assert [problem.fault for problem in problems] == ["device-missing"]
 
 
-def test_memory_that_somebody_else_has_taken() -> None:
+def test_memory_that_another_process_uses() -> None:
     cuda = registry.load("cuda")
     assert memory_problem(cuda, Device(index=0, name="x", memory_bytes=100, memory_free_bytes=95)) is None
     problem = memory_problem(cuda, Device(index=1, name="x", memory_bytes=80 * 2**30, memory_free_bytes=20 * 2**30))
@@ -117,7 +118,7 @@ def test_a_disk_that_cannot_be_written_or_reads_something_else(tmp_path: Path, m
     (tmp_path / "file").touch()
     _, problems = check_disk(tmp_path / "file")
     assert problems[0].fault == "disk-error" and "cannot be written" in problems[0].text
-    monkeypatch.setattr(disk.os, "pread", lambda *_: b"something else")
+    monkeypatch.setattr("holdfast.checks.stages.os.pread", lambda *_: b"something else")
     _, problems = check_disk(tmp_path)
     assert "not what was written" in problems[0].text
 
@@ -139,15 +140,15 @@ def test_what_was_waited_for_others_is_no_part_of_the_time(monkeypatch: pytest.M
     ours, others = 0.004, 0.001
     done = [0]
     clock = SimpleNamespace(perf_counter=lambda: done[0] * (ours + others))
+    monkeypatch.setattr(measure_module, "time", clock)
     monkeypatch.setattr(measuring, "time", clock)
-    monkeypatch.setattr(waiting, "time", clock)
     threads = {"does it": (ours, others), "helps": (ours / 2, others / 2), "looks on": (ours / 100, 4 * others)}
 
     def told() -> dict[str, tuple[float, float]]:
         return {name: (done[0] * ran, done[0] * waited) for name, (ran, waited) in threads.items()}
 
-    monkeypatch.setattr(waiting, "accounts_of_threads", told)
-    monkeypatch.setattr(waiting, "throttling_accounts", list)
+    monkeypatch.setattr(measuring, "accounts_of_threads", told)
+    monkeypatch.setattr(measuring, "throttling_accounts", list)
 
     def work() -> None:
         done[0] += 1
@@ -156,17 +157,15 @@ def test_what_was_waited_for_others_is_no_part_of_the_time(monkeypatch: pytest.M
     assert timing.best_s == pytest.approx(ours) and timing.waited == pytest.approx(others / (ours + others))
 
 
-def test_what_the_own_control_group_withholds_is_the_nodes_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_own_control_group_withholds_is_the_nodes_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number, (text, scale) in enumerate({"throttled_time": 1e9, "throttled_usec": 1e6}.items()):
         account = tmp_path / f"{number}" / "cpu.stat"
         account.parent.mkdir()
         account.write_text(f"nr_periods 3\n{text} 0\n")
         queued = {"here": 1.0}
-        monkeypatch.setattr(waiting, "accounts_of_threads", lambda queued=queued: {HERE: (0.0, queued["here"])})
-        monkeypatch.setattr(waiting, "throttling_accounts", lambda account=account: [account])
-        since = waiting.Waiting()
+        monkeypatch.setattr(measuring, "accounts_of_threads", lambda queued=queued: {HERE: (0.0, queued["here"])})
+        monkeypatch.setattr(measuring, "throttling_accounts", lambda account=account: [account])
+        since = measuring.Waiting()
         queued["here"] += 0.003
         account.write_text(f"nr_periods 4\n{text} {int(0.002 * scale)}\n")
         time.sleep(0.004)
@@ -186,23 +185,23 @@ def test_who_waits_is_who_works(
     monkeypatch: pytest.MonkeyPatch, threads: dict[str, tuple[float, float]], longest_s: float
 ) -> None:
     found: dict[str, tuple[float, float]] = {}
-    monkeypatch.setattr(waiting, "accounts_of_threads", lambda: dict(found))
-    monkeypatch.setattr(waiting, "throttling_accounts", list)
-    since = waiting.Waiting()
-    monkeypatch.setattr(waiting.time, "perf_counter", lambda began_s=since._since: began_s + 0.01)
+    monkeypatch.setattr(measuring, "accounts_of_threads", lambda: dict(found))
+    monkeypatch.setattr(measuring, "throttling_accounts", list)
+    since = measuring.Waiting()
+    monkeypatch.setattr("holdfast.checks.measure.time.perf_counter", lambda began_s=since._since: began_s + 0.01)
     found.update(threads)
     assert since.longest_s() == pytest.approx(longest_s)
 
 
 def test_two_that_want_one_processor_wait_for_each_other() -> None:
-    if not waiting.accounts_of_threads():
+    if not measuring.accounts_of_threads():
         pytest.skip("this kernel does not count")
     cores = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {min(cores)})
         other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
         try:
-            since = waiting.Waiting()
+            since = measuring.Waiting()
             busy_for(0.2)
             longest_s = since.longest_s()
             assert longest_s > 0.05 and since.summed_s() >= longest_s
@@ -229,32 +228,32 @@ def test_the_control_groups_of_both_kinds_of_kernels(
         (tmp_path / "groups" / group).mkdir(parents=True, exist_ok=True)
         (tmp_path / "groups" / group / "cpu.stat").touch()
     (tmp_path / "own").write_text(lines)
-    monkeypatch.setattr(waiting, "OWN_GROUPS", tmp_path / "own")
-    monkeypatch.setattr(waiting, "GROUPS", tmp_path / "groups")
-    assert waiting.throttling_accounts() == [tmp_path / "groups" / name / "cpu.stat" for name in accounts]
+    monkeypatch.setattr(measuring, "OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(measuring, "GROUPS", tmp_path / "groups")
+    assert measuring.throttling_accounts() == [tmp_path / "groups" / name / "cpu.stat" for name in accounts]
 
 
 @pytest.fixture
-def untold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def no_kernel_counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that counts nobody's waiting."""
     for name in ("THREADS", "OWN_GROUPS", "GROUPS"):
-        monkeypatch.setattr(waiting, name, tmp_path / "nothing")
+        monkeypatch.setattr(measuring, name, tmp_path / "nothing")
 
 
-def test_where_the_kernel_tells_nothing_nobody_waited(untold: None) -> None:
-    since = waiting.Waiting()
+def test_where_the_kernel_does_not_count_the_wait_is_zero(no_kernel_counters: None) -> None:
+    since = measuring.Waiting()
     assert since.longest_s() == since.summed_s() == 0.0
 
 
 def test_only_the_stages_that_are_asked_for_are_measured(tmp_path: Path) -> None:
     for stages in (("matmul",), ("disk", "bandwidth")):
-        timings, problems = check_alone(Small(), tmp_path, 1, stages)  # type: ignore[arg-type]
+        timings, problems = check_alone(Small(), tmp_path, 1, stages)
         assert not problems and {timing.stage for timing in timings} == set(stages)
 
 
-def test_work_is_repeated_in_blocks(untold: None) -> None:
+def test_work_is_repeated_in_blocks(no_kernel_counters: None) -> None:
     # Untold: work that sleeps would be held to have waited for as long as any other thread of the tests' process did.
-    runs = []
+    runs: list[Any] = []
     timing = measure("matmul", lambda: runs.append(time.sleep(0.003)))
     assert len(runs) == 1 + BLOCKS and timing.best_s >= 0.003
 

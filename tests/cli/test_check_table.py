@@ -11,16 +11,16 @@ from rich.console import Console, Group
 
 from holdfast.cli.check import check
 from holdfast.cli.check_table import check_table
-from holdfast.core.health.findings import LinkVerdict, Measured, NodeVerdict, Norm, Problem
-from holdfast.core.records import NodesChecked
+from holdfast.core.health.findings import CheckProblem, LinkVerdict, Measured, NodeVerdict, Norm
+from holdfast.core.records import CheckConcluded
 from holdfast.core.sentences import measured_sentence, sentence
 from holdfast.errors import UsageError
 
 SLOW = Measured(stage="matmul", value_s=0.0119, expected_s=0.00271, limit_s=0.0029)
 FAST = Measured(stage="matmul", value_s=0.00271, expected_s=0.00271, limit_s=0.0029)
 PAIRED = Measured(stage="all-reduce", value_s=0.004, expected_s=0.004, limit_s=0.005, partner="c")
-WRONG = Problem("bandwidth", "wrong-result", "3 copied bytes are wrong", 1)
-CHECK = NodesChecked(
+WRONG = CheckProblem("bandwidth", "wrong-result", "3 copied bytes are wrong", 1)
+CHECK = CheckConcluded(
     at=1_000.0,
     checkup="1.1",
     why="before the job",
@@ -43,7 +43,7 @@ CHECK = NodesChecked(
 )
 
 
-def shown(record: NodesChecked = CHECK) -> list[str]:
+def shown(record: CheckConcluded = CHECK) -> list[str]:
     console = Console(width=200, color_system=None)
     with console.capture() as capture:
         console.print(Group(*check_table(record)))
@@ -75,7 +75,7 @@ def test_a_script_is_refused(words: list[str]) -> None:
 
 def test_the_sentence_of_a_check_names_the_bad_only() -> None:
     text = sentence(CHECK)
-    assert text.startswith("checked 3 nodes in 2.3 s (before the job): node b is slow, and is left out: matmul")
+    assert text.startswith("checked 3 nodes in 2.3 s (before the job): node b is slow, and is excluded: matmul")
     assert "node a" not in text and "link between a and d" in text
     assert measured_sentence(CHECK.nodes[1]) == "b is slow: matmul 11.9 ms (expected 2.71 ms, SLOW)"
     assert "all-reduce with c 4 ms (expected 4 ms)" in measured_sentence(CHECK.nodes[0])

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from holdfast.cli.app import build_app
+from holdfast.cli.main import build_app
 from holdfast.errors import CheckpointError, HoldfastError, UsageError
 from holdfast.storage.manifest import finite
 from holdfast.storage.stores import open_store
-from storage.processes import environment, said, started
-from storage.saves import flip, save, saved, visible
+from support.processes import environment, started, wait_for_line
+from support.saves import flip, save, saved, visible
 
 
 def ran(*arguments: object) -> tuple[int, str, str]:
@@ -61,8 +61,8 @@ def test_ls_shows_all_there_is(root: Path) -> None:
 
 
 def test_ls_of_nothing(tmp_path: Path) -> None:
-    assert printed("ls", tmp_path / "nothing").strip() == "no checkpoints"
-    assert answered("ls", tmp_path / "nothing") == {"checkpoints": [], "damaged": [], "unfinished": []}
+    assert printed("ls", tmp_path).strip() == "no checkpoints"
+    assert answered("ls", tmp_path) == {"checkpoints": [], "damaged": [], "unfinished": []}
 
 
 def test_show_shows_the_manifest_of_the_latest_or_of_a_step(root: Path) -> None:
@@ -73,7 +73,7 @@ def test_show_shows_the_manifest_of_the_latest_or_of_a_step(root: Path) -> None:
     assert answered("show", root, 2)["manifest"]["about"]["step"] == 2
     with pytest.raises(CheckpointError, match="no checkpoint of step 77"):
         ran("show", root, 77)
-    with pytest.raises(UsageError, match="is no step"):
+    with pytest.raises(UsageError, match="is not a step"):
         ran("show", root, "newest")
 
 
@@ -91,7 +91,7 @@ def test_verify_reads_everything_and_ends_with_one_on_damage(root: Path) -> None
     assert not answer["sound"]
     assert answer["checkpoints"][0]["damage"]
     assert ran("verify", root, 2)[0] == 1
-    with pytest.raises(CheckpointError, match="no checkpoints"):
+    with pytest.raises(CheckpointError, match="there is no directory"):
         ran("verify", root / "nothing")
 
 
@@ -108,7 +108,7 @@ def test_prune_says_what_it_would_do_and_does_it(root: Path) -> None:
     assert set(answer["kept"]) == {"1", "3"}
     printed("pin", root, 1, "--tag", "baseline", "--remove")
     assert answered("prune", root, "--keep", "last:1")["removed"] == [1]
-    with pytest.raises(UsageError, match="no policy"):
+    with pytest.raises(UsageError, match="not a policy"):
         ran("prune", root, "--keep", "some")
 
 
@@ -121,7 +121,7 @@ def test_rm_removes_what_it_may(root: Path) -> None:
     assert "no checkpoint of step 99" in err
     assert visible(root) == {"step-2", "step-3"}
     with started("read.py", root, 3) as reader:
-        said(reader, "reading")
+        wait_for_line(reader, "reading")
         code, _, err = ran("rm", root, 3, "--force")
         assert code == 1
         assert "is being read" in err

@@ -1,4 +1,4 @@
-"""`holdfast nodes`: what is known of machines, and which no job is to have."""
+"""`holdfast nodes`: the fault history of machines, and which of them no job may use."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli import master
-from holdfast.cli.app import run_app
-from holdfast.core.health.reputation import Kind, NodeEvent, ban
+from holdfast.cli.main import run_app
+from holdfast.core.health.reputation import MachineEventKind, NodeEvent, ban
 from holdfast.errors import UsageError
-from holdfast.journal import BOOK_NAME, NodeBook
+from holdfast.journal import BOOK_NAME, MachineBook
 
 
 def run(capsys: pytest.CaptureFixture[str], state_dir: Path, *words: str) -> tuple[int, str, str]:
@@ -22,11 +22,11 @@ def run(capsys: pytest.CaptureFixture[str], state_dir: Path, *words: str) -> tup
 
 
 def test_nothing_is_known_at_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, tmp_path, "ls") == (0, "nothing is known of any machine yet\n", "")
+    assert run(capsys, tmp_path, "ls") == (0, "no machine has a history yet\n", "")
     assert run(capsys, tmp_path, "ls", "-o", "json")[1].strip() == "[]"
     assert not (tmp_path / BOOK_NAME).exists(), "looking writes nothing"
     code, _, said = run(capsys, tmp_path, "history", "ghost")
-    assert code == 1 and "nothing is known of machine ghost" in said
+    assert code == 1 and "machine ghost has no history" in said
 
 
 def test_cordon_and_uncordon(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,11 +54,13 @@ def test_a_name_that_no_machine_can_have_is_refused(
 
 
 def test_the_doubtful_come_first_and_a_lemon_is_let_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    book, now = NodeBook(tmp_path / BOOK_NAME), time.time()
+    book, now = MachineBook(tmp_path / BOOK_NAME), time.time()
     for machine, faults in (("good", 0), ("lemon", 3), ("once", 1)):
-        book.note(machine, NodeEvent(at=now - 10, kind=Kind.CHECK_PASSED))
+        book.note(machine, NodeEvent(at=now - 10, kind=MachineEventKind.CHECK_PASSED))
         for _ in range(faults):
-            book.note(machine, NodeEvent(at=now - 5, kind=Kind.FAULT, fault="device-lost", weight=1.0, job_id="j"))
+            book.note(
+                machine, NodeEvent(at=now - 5, kind=MachineEventKind.FAULT, fault="device-lost", weight=1.0, job_id="j")
+            )
         if mark := ban(machine, book.history(machine), now, "job j"):
             book.mark(mark)
     listed = json.loads(run(capsys, tmp_path, "ls", "-o", "json")[1])
@@ -83,8 +85,10 @@ def test_a_cordon_of_a_machine_that_nobody_knows_is_said_and_done(
 
 
 def test_a_machine_that_failed_a_check_may_be_let_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    book = NodeBook(tmp_path / BOOK_NAME)
-    failed = NodeEvent(at=time.time() - 9e4, kind=Kind.CHECK_FAILED, fault="check-failed", weight=1.0, job_id="j")
+    book = MachineBook(tmp_path / BOOK_NAME)
+    failed = NodeEvent(
+        at=time.time() - 9e4, kind=MachineEventKind.CHECK_FAILED, fault="check-failed", weight=1.0, job_id="j"
+    )
     book.note("gpu-17", failed)
     (one,) = json.loads(run(capsys, tmp_path, "ls", "-o", "json")[1])
     assert (one["grade"], one["faults"], one["last_fault"]) == ("probation", 1, "check-failed")
@@ -95,7 +99,7 @@ def test_a_machine_that_failed_a_check_may_be_let_back(tmp_path: Path, capsys: p
 
 
 PLUG_IN = """
-from holdfast.platforms.local import LocalPlatform
+from holdfast.platforms.local_platform import LocalPlatform
 
 class Cluster(LocalPlatform):
     name = "cluster"
@@ -118,8 +122,8 @@ def test_a_platform_of_ones_own_is_reached_by_its_name(
     assert run(capsys, tmp_path, "cordon", "gpu-17")[0] == 0
     assert (tmp_path / "elsewhere" / BOOK_NAME).exists()
     options = master._parser().parse_args(["--job-id", "j", "--state-dir", str(tmp_path)])
-    assert list(master._steward(options)._platform.unschedulable()) == ["gpu-17"]  # type: ignore[union-attr]
-    with pytest.raises(UsageError, match="there is no such platform, there are local, cluster, broken"):
+    assert list(master._machine_registry(options)._platform.unschedulable()) == ["gpu-17"]  # type: ignore[union-attr]
+    with pytest.raises(UsageError, match="there is no such platform; known are local, cluster, broken"):
         run(capsys, tmp_path, "ls", "--platform", "nowhere")
-    with pytest.raises(UsageError, match="it cannot be made"):
+    with pytest.raises(UsageError, match="it failed to load"):
         run(capsys, tmp_path, "ls", "--platform", "broken")

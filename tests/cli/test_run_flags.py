@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,10 +15,12 @@ from hypothesis import strategies as st
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import Std
 
+from holdfast.cli.run import check_logs_specs
 from holdfast.cli.run_flag_table import FLAGS, GROUPS, Flag
+from holdfast.cli.run_flag_values import cordon_limit
 from holdfast.cli.run_flags import RunOptions, build_parser, parse_run
-from holdfast.core.ladder import LADDER
 from holdfast.core.settings import Settings
+from holdfast.core.strategies import LADDER
 from holdfast.errors import UsageError
 
 HOME = {"HOME": "/home/ada"}
@@ -28,6 +31,7 @@ DIFFERENT_DEFAULTS = {"start_method": ("spawn", "forkserver"), "node_rank": (0, 
 
 # A value for each flag that takes one, different from its default.
 SAMPLES = {
+    "keep_jobs": "30d",
     "nnodes": "1:3",
     "nproc_per_node": "4",
     "rdzv_backend": "c10d",
@@ -63,10 +67,13 @@ SAMPLES = {
     "heartbeat_interval": "2",
     "silence_timeout": "20",
     "reconnect_grace": "1",
+    "master_timeout": "90",
+    "farewell_timeout": "7",
     "guard_window": "60",
     "restart_grace": "2",
     "preload": "numpy,transformers.models",
     "log_format": "json",
+    "error_format": "torchrun",
     "recovery": "exit,retry",
     "spares": "2",
     "spare_nodes": "1",
@@ -82,6 +89,7 @@ SAMPLES = {
     "dynamic_failover_extension": "my.failover::Mine",
     "fault_table": "/etc/faults.toml",
     "cordon_limit": "5",
+    "wait_for_nodes": "60",
     "machine": "rack3-gpu17",
     "straggler_action": "swap",
     "straggler_interval": "2.5",
@@ -101,12 +109,12 @@ def our_action(dest: str) -> argparse.Action:
     return next(action for action in build_parser()._actions if action.dest == dest)
 
 
-def values_of(parser: argparse.ArgumentParser, words: list[str]) -> dict[str, object]:
+def values_of(parser: argparse.ArgumentParser, words: list[str]) -> dict[str, Any]:
     found = vars(parser.parse_args(words))
     return {name: value for name, value in found.items() if name != "given"}
 
 
-def torchs_part(found: dict[str, object]) -> dict[str, object]:
+def torchs_part(found: dict[str, Any]) -> dict[str, Any]:
     """What torchrun knows of, with the documented defaults taken back to torchrun's."""
     ours = {flag.dest for flag in FLAGS if flag.is_ours}
     back = {name: theirs for name, (theirs, mine) in DIFFERENT_DEFAULTS.items() if found[name] == mine}
@@ -276,7 +284,7 @@ def test_defaults() -> None:
         run_path=False,
         python_exec="",
         start_method="forkserver",
-        preload=(),
+        preload=("auto",),
         role="default",
         numa_binding=None,
         virtual_local_rank=False,
@@ -290,12 +298,15 @@ def test_defaults() -> None:
         duplicate_stderr_filters=(),
         log_line_prefix_template="",
         log_format="auto",
+        verbose=False,
+        error_format="holdfast",
         event_log_handler="null",
         logs_specs=None,
         max_restarts=0,
         recovery=LADDER,
         spares=0,
         spare_nodes=0,
+        are_replicas_default=True,
         replicas=1,
         replica_parity=0,
         failure_domain=None,
@@ -307,14 +318,18 @@ def test_defaults() -> None:
         hang_timeout_s=None,
         dynamic_failover_extension=None,
         fault_table=None,
-        cordon_limit=3,
+        cordon_limit="1%",
+        wait_for_nodes_s=0.0,
         straggler_action="report",
         straggler_interval_s=5.0,
         machine=None,
-        state_dir="/home/ada/.holdfast",
+        keep_jobs=90 * 86_400.0,
+        state_dir="~/.holdfast",
         heartbeat_interval_s=1.0,
         silence_timeout_s=5.0,
         reconnect_grace_s=0.3,
+        master_timeout_s=120.0,
+        farewell_timeout_s=60.0,
         guard_window_s=30.0,
         restart_grace_s=5.0,
         monitor_interval_s=0.1,
@@ -334,8 +349,9 @@ def test_defaults_of_the_flags_are_those_of_the_core() -> None:
     shared = set(RunOptions.__struct_fields__) & set(Settings.__struct_fields__)
     assert {"settle_s", "join_timeout_s", "heartbeat_interval_s", "silence_timeout_s", "guard_window_s"} <= shared
     assert {"recovery", "spares", "spare_nodes", "replicas"} <= shared
-    for name in shared:
+    for name in shared - {"cordon_limit"}:
         assert getattr(options, name) == getattr(core, name), name
+    assert cordon_limit(options.cordon_limit) == (core.cordon_limit, core.cordon_share)
     assert (options.nnodes_min, options.nnodes_max) == (core.nodes_min, core.nodes_max)
     assert options.max_restarts == core.restarts_max
 
@@ -370,6 +386,8 @@ def test_defaults_of_the_flags_are_those_of_the_core() -> None:
         ("--start-method fork", "start_method", "forkserver"),
         ("--start-method spawn", "start_method", "spawn"),
         ("--preload 'numpy, a.b'", "preload", ("numpy", "a.b")),
+        ("--keep-jobs 2w", "keep_jobs", 1_209_600.0),
+        ("--keep-jobs forever", "keep_jobs", None),
         ("--state-dir=~/runs", "state_dir", "/home/ada/runs"),
         ("--state-dir runs", "state_dir", "runs"),
         ("--token_file=~/token", "token_file", "/home/ada/token"),
@@ -395,7 +413,7 @@ def test_values(words: str, field: str, value: object) -> None:
         ({"PET_NODE_RANK": "0"}, "node_rank", 0),
         ({"HOLDFAST_SETTLE": "2", "PET_RDZV_CONF": "last_call_timeout=4"}, "settle_s", 2.0),
         ({"HOLDFAST_STATE_DIR": "/data"}, "state_dir", "/data"),
-        ({"HOLDFAST_STATE_DIR": "", "HOLDFAST_SETTLE": ""}, "state_dir", "/home/ada/.holdfast"),
+        ({"HOLDFAST_STATE_DIR": "", "HOLDFAST_SETTLE": ""}, "state_dir", "~/.holdfast"),
         ({"PET_LOGS_SPECS": "read by nobody"}, "logs_specs", None),
     ],
 )
@@ -409,11 +427,36 @@ def test_streams_are_read_as_torchrun_reads_them(text: str) -> None:
 
 
 def test_without_home_the_password_file_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert parse_run(["train.py"], {}).state_dir.endswith("/.holdfast")
+    assert parse_run(["--state-dir", "~/runs", "train.py"], {}).state_dir.endswith("/runs")
     monkeypatch.setattr("os.getuid", lambda: 4_000_000_000)
-    with pytest.raises(UsageError, match=r"--state-dir ~/\.holdfast: this user has no home .* give an absolute path"):
-        parse_run(["train.py"], {})
+    with pytest.raises(UsageError, match=r"--state-dir ~/runs: this user has no home .* give an absolute path"):
+        parse_run(["--state-dir", "~/runs", "train.py"], {})
     assert parse_run(["--state-dir", "/data", "train.py"], {}).state_dir == "/data"
+    assert parse_run(["train.py"], {}).state_dir == "~/.holdfast", "what is used then is seen at the start of a job"
+
+
+@pytest.mark.parametrize(
+    "text", ["'a=1,timeout=60'", "a='1',timeout=\"60\"", "\"'a'=1, timeout = 60\"", "a=1,timeout=60"]
+)
+def test_quotes_that_no_shell_has_removed_do_not_matter_in_rdzv_conf(text: str) -> None:
+    options = parse_run([f"--rdzv-conf={text}", "train.py"], HOME)
+    assert options.rdzv_conf == {"a": "1", "timeout": "60"}
+    assert options.join_timeout_s == 60.0
+
+
+def test_a_logs_specs_of_another_package_is_refused_not_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = tmp_path / "site-1.0.dist-info"
+    site.mkdir()
+    (site / "METADATA").write_text("Name: site\nVersion: 1.0\n")
+    (site / "entry_points.txt").write_text("[torchrun.logs_specs]\nsite_logs = site.logs:SiteLogs\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    check_logs_specs("default")
+    with pytest.raises(UsageError, match=r"--logs-specs site_log: no installed package .* did you mean site_logs\?"):
+        check_logs_specs("site_log")
+    with pytest.raises(UsageError, match=r"cannot call site\.logs:SiteLogs: say where output goes with --log-dir, -r"):
+        check_logs_specs("site_logs")
 
 
 def test_options_cannot_be_changed() -> None:
@@ -446,7 +489,7 @@ REFUSALS = {
     "--guard-window inf": "--guard-window inf: give a time in seconds, 0 or more, as in 2.5",
     "--restart-grace soon": "--restart-grace soon: give a time in seconds, 0 or more, as in 2.5",
     "--shutdown-timeout -3": "--shutdown-timeout -3: give a time in seconds, 0 or more, as in 2.5",
-    "--heartbeat-interval 0": "--heartbeat-interval 0: give a time in seconds above 0",
+    "--heartbeat-interval 0": "--heartbeat-interval 0: give a time in seconds, 0.01 or more",
     "--start-method clone": "--start-method clone: choose spawn, fork or forkserver",
     "--log-format xml": "--log-format xml: choose auto, text or json",
     "--numa-binding core": "--numa-binding core: choose node, socket, exclusive or core-complex",
@@ -477,7 +520,7 @@ REFUSALS = {
         "--rdzv-endpoint a:0: the other nodes cannot know which free port is taken, give a port above 0"
     ),
     "--rdzv-backend c10d --nnodes 1:2": (
-        "--rdzv-backend c10d does not say where up to 2 nodes meet:"
+        "--rdzv-backend c10d needs an address at which up to 2 nodes meet:"
         " give each of them the same --rdzv-endpoint HOST:PORT"
     ),
     "--nnodes 2 --master-port 0": (
@@ -488,6 +531,7 @@ REFUSALS = {
     ),
     "--nnodes 2 --master-addr ''": "--master-addr : give a host name or an address, as in 10.0.0.1",
     "--rdzv-id ''": "--rdzv-id is empty: give every node of the job the same name, or leave the flag out",
+    "--keep-jobs 30": "--keep-jobs 30: give an age as a number with its unit: 30d, 12h, 2w, 90min",
     "--state-dir ''": "--state-dir is empty: name a directory, or leave the flag out",
     "-r 4": "--redirects 4: give 0 (none), 1 (stdout), 2 (stderr) or 3 (both), or LOCAL_RANK:VALUE pairs as in 0:1,1:2",
     "-t 0:1,1": (
@@ -579,7 +623,7 @@ def test_help_is_grouped_and_honest(capsys: pytest.CaptureFixture[str]) -> None:
         assert f" {title}: " in text and GROUPS[title]
     for flag in FLAGS:
         assert flag.name in text and (flag.variable is None or f"[{flag.variable}]" in text)
-    for name in ("--event-log-handler", "--logs-specs", "--monitor-interval"):
+    for name in ("--event-log-handler", "--monitor-interval"):
         assert re.search(rf"{name} \w+ accepted for compatibility: ", text)
 
 
@@ -612,7 +656,7 @@ def test_the_docs_commands_parse(line: str) -> None:
 def test_reading_flags_imports_little() -> None:
     code = "import sys, holdfast.cli.run_flags; print(*{name.split('.')[0] for name in sys.modules})"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert {"torch", "grpc", "structlog", "typer", "rich", "numpy", "asyncio"}.isdisjoint(found)
+    assert {"torch", "ssl", "structlog", "typer", "rich", "numpy", "asyncio"}.isdisjoint(found)
 
 
 def test_either_name_of_the_check_asks_for_it() -> None:
@@ -623,3 +667,11 @@ def test_either_name_of_the_check_asks_for_it() -> None:
 
 def test_stragglers_cannot_be_left_out_without_a_check() -> None:
     assert "add --node-check" in refusal("--exclude-straggler")
+
+
+def test_the_examples_of_the_help_are_command_lines_that_are_understood() -> None:
+    text = build_parser().format_help().replace("\\\n", "")
+    examples = re.findall(r"^    holdfast run (.*)$", text, re.MULTILINE)
+    assert len(examples) == 5
+    for example in examples:
+        assert parse_run(shlex.split(example), HOME).script, example

@@ -8,12 +8,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from core.world import World, durable, only, tags
 from holdfast.core import events as e
 from holdfast.core import orders as o
 from holdfast.core import records as r
 from holdfast.core.decide import decide
+from holdfast.core.policy import next_deadline
+from holdfast.core.settings import RECONNECT_S
 from holdfast.core.state import Left, Linked, Lost, Unlinked
+from support.world import World, durable, only, tags
 
 # --- who may have an id: the table at the head of decide.py, row by row
 
@@ -36,7 +38,7 @@ def taken_in(records: list[r.Record]) -> bool:
 
 def test_an_unknown_id_is_taken_in() -> None:
     world = World()
-    assert tags(world.do(world.hello("a")).records) == ["node-joined", "store-ready"]
+    assert tags(world.do(world.hello("a")).records) == ["node-joined", "store-offered"]
     assert isinstance(world.order_to("a"), o.Hold)
 
 
@@ -54,7 +56,7 @@ def test_the_same_life_has_its_connection_restored_and_is_told_again_what_to_do(
     told = world.order_to("b")
     world.do(world.broke("b"))
     world.told.clear()
-    assert tags(world.do(world.hello("b")).records) == ["link-restored", "store-ready"]
+    assert tags(world.do(world.hello("b")).records) == ["link-restored", "store-offered"]
     assert world.order_to("b") == told
     assert world.wait(60) == []
 
@@ -64,8 +66,8 @@ def test_a_life_that_was_declared_lost_must_rejoin() -> None:
     world.do(world.silent("b"))
     refused = refusal(world.do(world.hello("b")).records)
     assert refused.rejoin and refused.retry_after_s == 0.0
-    assert "nothing heard from it for 5.0 s" in refused.why
-    assert taken_in(knock(world, dead_lives=["b.1"]))
+    assert "no heartbeat for 5.0 s" in refused.why
+    assert taken_in(knock(world, dead_incarnations=["b.1"]))
 
 
 def test_a_life_that_left_must_rejoin_too() -> None:
@@ -85,7 +87,7 @@ def test_an_id_whose_life_is_certainly_dead_is_free_at_once() -> None:
     world.do(world.broke("b"))
     world.wait(0.3)
     assert world.job.nodes["b"].standing == Lost(
-        at=world.now, certain=True, since=world.now - 0.3, why="its connection closed and did not come back in 0.3 s"
+        at=world.now, certain=True, since=world.now - 0.3, why="its connection closed and was not restored within 0.3 s"
     )
     assert taken_in(knock(world))
 
@@ -102,7 +104,7 @@ def test_an_id_that_is_alive_and_connected_is_refused_for_good() -> None:
 
 def test_an_id_that_is_alive_and_connected_is_free_if_the_newcomer_saw_it_dead() -> None:
     world = World().run("a", "b")
-    records = knock(world, dead_lives=["b.0", "b.1"])
+    records = knock(world, dead_incarnations=["b.0", "b.1"])
     assert tags(records)[:2] == ["node-lost", "node-joined"]
     assert only(records, r.NodeLost).certain
 
@@ -136,7 +138,7 @@ def test_a_late_driver_never_asks_a_newcomer_to_wait_a_negative_time() -> None:
 def test_a_broken_connection_is_forgiven_to_a_newcomer_who_saw_the_old_life_dead() -> None:
     world = World(nodes=(1, 2)).run("a", "b")
     world.do(world.broke("b"))
-    assert taken_in(knock(world, dead_lives=["b.1"]))
+    assert taken_in(knock(world, dead_incarnations=["b.1"]))
 
 
 def test_an_id_that_fell_silent_is_refused_until_the_guard_window_is_over() -> None:
@@ -151,7 +153,7 @@ def test_an_id_that_fell_silent_is_refused_until_the_guard_window_is_over() -> N
 
 
 EARLY_ENDS: dict[str, dict[str, Any]] = {
-    "the process was seen dead": {"dead_lives": ["b.1"]},
+    "the process was seen dead": {"dead_incarnations": ["b.1"]},
     "the machine was rebooted": {"boot_id": "boot-2"},
 }
 
@@ -175,7 +177,7 @@ def test_a_life_that_did_not_come_back_to_a_restarted_master_is_guarded_too() ->
 def test_a_draining_life_that_is_seen_dead_has_left() -> None:
     world = World(nodes=(1, 2)).run("a", "b")
     world.do(world.leaving("b"))
-    assert taken_in(knock(world, dead_lives=["b.1"]))
+    assert taken_in(knock(world, dead_incarnations=["b.1"]))
     other = World(nodes=(1, 2)).run("a", "b")
     other.do(other.leaving("b"), other.broke("b"))
     other.wait(0.3)
@@ -213,6 +215,22 @@ def test_an_agent_that_was_told_the_same_is_taken_in() -> None:
     assert taken_in(world.do(world.hello("a", spec=spec())).records)
 
 
+def test_a_node_that_was_cut_off_and_comes_back_after_the_end_is_told_how_it_ended() -> None:
+    world = World(nodes=(1, 2), restarts=0).run("a", "b")
+    world.do(world.broke("b"))
+    world.wait(1.0)
+    world.start_all()
+    world.do(world.succeeded("a"))
+    assert world.finished
+    world.told.clear()
+    world.do(world.hello("b"))
+    order = world.order_to("b")
+    assert isinstance(order, o.Exit) and (order.exit_code, order.outcome) == (0, r.Outcome.SUCCEEDED)
+    world.next_life("b")  # an agent that was started since
+    assert "has already succeeded" in refusal(world.do(world.hello("b")).records).why
+    assert isinstance(world.order_to("b"), o.Refuse)
+
+
 def test_nobody_joins_a_job_that_is_over_but_its_nodes_are_told_to_exit() -> None:
     world = World(restarts=0).run("a", "b")
     world.do(world.failed("a"))
@@ -247,6 +265,8 @@ def session_news(world: World, node_id: str, life: str, view: int) -> list[e.Eve
         world.settled(node_id, view=view, life=life),
         world.stumbled(node_id, view=view, life=life),
         world.stalled(node_id, 3, view=view, life=life),
+        world.waiting(node_id, view=view, life=life),
+        world.moved(node_id, view=view, life=life),
         world.committed(node_id, view=view, life=life),
     ]
 
@@ -261,7 +281,7 @@ def assert_unheard(world: World, events: list[e.Event]) -> None:
 
 def test_a_former_life_changes_nothing() -> None:
     world = World().run("a", "b")
-    knock(world, dead_lives=["b.1"])
+    knock(world, dead_incarnations=["b.1"])
     assert world.view_number == 2
     assert_unheard(world, everything_from(world, "b", "b.1", 1) + everything_from(world, "b", "b.1", 2))
 
@@ -283,7 +303,7 @@ def test_what_workers_of_an_older_view_do_changes_nothing_once_the_incident_is_c
     world = World().run("a", "b")
     world.do(world.failed("a"))
     world.start_all()
-    assert world.job.incident is None
+    assert world.job.incidents.current is None
     assert_unheard(world, [f(node, view=1) for node in "ab" for f in (world.started, world.succeeded, world.failed)])
     assert_unheard(world, session_news(world, "a", "a.1", 1))
 
@@ -312,10 +332,11 @@ TWICE: dict[str, Callable[[World], e.Event]] = {
     "settled": lambda w: w.settled("a"),
     "stumbled": lambda w: w.stumbled("a"),
     "stalled": lambda w: w.stalled("a", 3),
+    "waiting": lambda w: w.waiting("a"),
     "committed": lambda w: w.committed("a"),
     "parked": lambda w: w.parked("a", 1),
-    "drain": lambda w: e.DrainAsked(node_id="a", why="asked to"),
-    "resize": lambda w: e.ResizeAsked(nodes=3, why="asked to"),
+    "drain": lambda w: e.DrainRequested(node_id="a", why="asked to"),
+    "resize": lambda w: e.ResizeRequested(nodes=3, why="asked to"),
 }
 
 
@@ -332,7 +353,7 @@ def test_a_failure_heard_again_in_the_next_view_is_neither_counted_nor_kept_twic
     failed = world.failed("a")
     world.do(failed)
     assert world.do(failed).records == []
-    assert (world.job.restarts_used, world.view_number) == (1, 2)
+    assert (world.job.incidents.restarts_used, world.view_number) == (1, 2)
 
 
 def test_a_worker_ends_once() -> None:
@@ -356,9 +377,22 @@ def test_what_an_old_views_workers_did_is_evidence_for_the_open_incident() -> No
     world = World(workers=2).run("a", "b")
     world.do(world.failed("a"))
     late = world.do(world.failed("b", 1, view=1, collateral=True)).records
-    assert tags(late) == ["worker-lost"] and only(late, r.WorkerLost).late
+    assert tags(late) == ["worker-failed"] and only(late, r.WorkerFailedRecord).late
     closed = only(world.start_all(), r.IncidentClosed)
     assert closed.collateral == 1 and closed.cause == "rank 0 on a exited with code 1"
+
+
+@pytest.mark.parametrize("at_once", [1, 70, 100])
+def test_of_more_failures_than_are_kept_none_is_counted_twice(at_once: int) -> None:
+    """Agents report a failure until the master has it, in the next view too."""
+    world = World(nodes=(1, 1), workers=100).run("a")
+    reports = [world.failed("a", i, collateral=True, view=1) for i in range(99)]
+    reports.append(world.failed("a", 99, view=1))
+    world.do(*reports[-at_once:])
+    for _ in range(2):
+        world.do(*reports)
+    assert only(world.start_all(), r.IncidentClosed).collateral == 99
+    assert len([record for record in world.history if isinstance(record, r.WorkerFailedRecord)]) == 100
 
 
 def test_the_cause_may_come_after_the_decision() -> None:
@@ -403,5 +437,28 @@ def test_a_store_serves_one_view_only() -> None:
 def test_the_next_life_of_a_node_may_offer_the_same_port() -> None:
     world = World(nodes=(1, 1)).run("a")
     assert world.job.view is not None
-    knock(world, "a", dead_lives=["a.1"], store_port=world.job.view.store_port)
+    knock(world, "a", dead_incarnations=["a.1"], store_port=world.job.view.store_port)
     assert world.view_number == 2
+
+
+def test_links_that_break_together_have_longer_to_come_back() -> None:
+    """A master that was slow, or a switch: each agent connects again after others."""
+    nodes = [f"n{number:03}" for number in range(216)]
+    world = World(nodes=(100, 216)).gather(*nodes)
+    world.do(*(world.broke(node_id) for node_id in nodes[:116]))
+    allowed_s = world.settings.reconnect_grace_s + 100 * RECONNECT_S
+    assert next_deadline(world.job) == pytest.approx(world.now + allowed_s)
+    world.wait(allowed_s - 0.01)
+    assert not any(isinstance(record, r.NodeLost) for record in world.history)
+    world.do(*(world.hello(node_id) for node_id in nodes[:115]))
+    lost = [record.node_id for record in world.history if isinstance(record, r.NodeLost)]
+    assert lost == [nodes[115]], "the others are back, and it had its time"
+
+
+def test_a_few_links_have_the_grace_alone() -> None:
+    nodes = [f"n{number:02}" for number in range(20)]
+    world = World(nodes=(4, 20)).gather(*nodes)
+    world.do(*(world.broke(node_id) for node_id in nodes[:16]))
+    world.wait(world.settings.reconnect_grace_s)
+    lost = [record for record in world.history if isinstance(record, r.NodeLost)]
+    assert len(lost) == 16

@@ -8,15 +8,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from core.world import World
 from holdfast.core import events as e
 from holdfast.core import orders as o
 from holdfast.core import records as r
+from holdfast.core.durability import IMAGES_MAX, JOURNAL_EVERY_S, Durability, ImageReport, SnapshotStats
 from holdfast.core.events import SessionInfo
-from holdfast.core.faults import Signalled
-from holdfast.core.interval import DAY_S, FAULTS_PER_NODE_DAY, fault_rate
-from holdfast.core.kept import IMAGES_MAX, SAID_EVERY_S, KeptImage, Pacing, Safety
-from holdfast.core.ladder import FailoverStrategy, Strategy
+from holdfast.core.faults.failures import Exited, Signalled
+from holdfast.core.snapshot_interval import DAY_S, FAULTS_PER_NODE_DAY, fault_rate
+from holdfast.core.strategies import FailoverStrategy, Strategy
+from support.world import World
 
 KILLED = Signalled(9, "SIGKILL")
 
@@ -26,7 +26,7 @@ def training(restarts: int = 0, nodes: tuple[int, int] = (1, 2)) -> World:
 
 
 def keep(world: World, node_id: str, part: int, *steps: int, view: int = 1) -> None:
-    world.do(world.kept(node_id, *(KeptImage(step, part, 1, 2, view) for step in steps)))
+    world.do(world.kept(node_id, *(ImageReport(step, part, 1, 2, view) for step in steps)))
 
 
 def keep_all(world: World, *steps: int) -> None:
@@ -46,7 +46,7 @@ def test_a_restart_from_memory_is_not_counted() -> None:
     decided = kill_all(world)
     assert (decided.strategy, decided.counted, decided.reload) == (Strategy.RESTART, False, 9)
     assert "step 9 or later in the nodes' memory" in decided.why
-    assert (world.job.restarts_used, world.job.reloaded) == (0, 9)
+    assert (world.job.incidents.restarts_used, world.job.state.reloaded) == (0, 9)
 
 
 def test_without_memory_it_is_and_none_is_left() -> None:
@@ -123,33 +123,33 @@ def test_a_node_that_comes_again_says_what_it_has() -> None:
     world.wait(0.3)
     world.next_life("b")
     world.do(world.hello("b"))
-    assert "b" not in world.job.images
+    assert "b" not in world.job.state.images
 
 
 def test_memory_is_written_down_now_and_then_only() -> None:
     world = training()
     for step in range(1, 50):
         keep_all(world, step)
-    said = [record for record in world.history if isinstance(record, r.StateSafe)]
-    assert len(said) <= 2 and not any(r.is_durable(x) for x in world.history if isinstance(x, r.StateNoted))
-    world.wait(SAID_EVERY_S)
+    said = [record for record in world.history if isinstance(record, r.DurabilityChanged)]
+    assert len(said) <= 2 and not any(r.is_durable(x) for x in world.history if isinstance(x, r.ImagesReportedRecord))
+    world.wait(JOURNAL_EVERY_S)
     keep_all(world, 60)
-    assert world.job.safety.memory >= 49
-    assert isinstance(world.job.safety, Safety)
+    assert world.job.state.durability.memory >= 49
+    assert isinstance(world.job.state.durability, Durability)
 
 
 def test_a_node_may_not_say_too_much() -> None:
     world = training()
     keep(world, "a", 0, *range(IMAGES_MAX + 5))
-    assert len(world.job.images["a"]) == IMAGES_MAX
+    assert len(world.job.state.images["a"]) == IMAGES_MAX
 
 
 def test_a_checkpoint_is_known_by_its_highest_step() -> None:
     world = training()
     for step in (5, 10, 7):
-        world.do(e.CheckpointWritten(node_id="a", incarnation=world.life("a"), step=step, url=f"/c/step-{step}"))
-    assert (world.job.checkpoint, world.job.checkpoint_url) == (10, "/c/step-10")
-    assert len([record for record in world.history if isinstance(record, r.CheckpointPublished)]) == 2
+        world.do(e.CheckpointPublished(node_id="a", incarnation=world.life("a"), step=step, url=f"/c/step-{step}"))
+    assert (world.job.state.checkpoint_step, world.job.state.checkpoint_url) == (10, "/c/step-10")
+    assert len([record for record in world.history if isinstance(record, r.CheckpointPublishedRecord)]) == 2
 
 
 def test_the_fault_rate_follows_from_what_has_happened_to_the_job() -> None:
@@ -166,14 +166,27 @@ def test_the_fault_rate_follows_from_what_has_happened_to_the_job() -> None:
 
 def test_how_snapshots_are_made_is_written_down_with_what_is_safe() -> None:
     world = training()
-    for node_id, pacing in (("a", Pacing(5, False, 1.0, 0.05, 3, 1, 0)), ("b", Pacing(5, False, 1.1, 0.04, 4, 0, 2))):
-        said = world.kept(node_id, *(KeptImage(7, part, 1, 2, 1) for part in (0, 1)))
-        world.wait(SAID_EVERY_S)
-        world.do(msgspec.structs.replace(said, pacing=pacing))
-    assert world.job.pacing == Pacing(5, False, 1.0, 0.05, 7, 1, 2), "the slowest counts, numbers are added up"
+    for node_id, snapshot_stats in (
+        ("a", SnapshotStats(5, False, 1.0, 0.05, 3, 1, 0)),
+        ("b", SnapshotStats(5, False, 1.1, 0.04, 4, 0, 2)),
+    ):
+        said = world.kept(node_id, *(ImageReport(7, part, 1, 2, 1) for part in (0, 1)))
+        world.wait(JOURNAL_EVERY_S)
+        world.do(msgspec.structs.replace(said, snapshot_stats=snapshot_stats))
+    assert world.job.state.snapshot_stats == SnapshotStats(5, False, 1.0, 0.05, 7, 1, 2), (
+        "the slowest counts, numbers are added up"
+    )
 
 
 def test_messages_from_before_there_was_pacing_are_understood() -> None:
-    said = msgspec.msgpack.decode(msgspec.msgpack.encode(e.StateKept(node_id="a", incarnation="a.1", images=())))
-    del said["pacing"]
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(said), type=e.StateKept).pacing == Pacing()
+    said = msgspec.msgpack.decode(msgspec.msgpack.encode(e.ImagesReported(node_id="a", incarnation="a.1", images=())))
+    del said["snapshot_stats"]
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(said), type=e.ImagesReported).snapshot_stats == SnapshotStats()
+
+
+def test_survivors_that_find_a_part_of_the_state_gone_are_no_error_of_the_script() -> None:
+    """They raise it when more has died than was known when the view was formed."""
+    world = training()
+    keep_all(world, 8, 9)
+    decided = kill_all(world, end=Exited(1), exception="StateLostError")
+    assert (decided.strategy, decided.counted, decided.reload) == (Strategy.RESTART, False, 9)

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from core.world import World, durable
 from holdfast.core.events import SessionInfo
-from holdfast.core.ladder import Strategy
 from holdfast.core.records import ViewFormed
 from holdfast.core.state import Present
+from holdfast.core.strategies import Strategy
+from support.world import World, durable
 
 NODES = 1_000
 ONLINE_NODES = 60
@@ -65,7 +65,7 @@ class Day:
         """Time for verdicts and settling, then every member starts."""
         self.world.wait(1.0)
         job = self.world.job
-        while self.world.serving and not self.world.finished and len(job.started) < len(job.members):
+        while self.world.serving and not self.world.finished and len(job.progress.started) < len(job.members):
             self.world.wait(START_UP_S)
             self.world.start_all()
             job = self.world.job
@@ -77,7 +77,7 @@ class Day:
     def come_back(self, node_id: str) -> None:
         former = self.world.life(node_id)
         self.world.next_life(node_id)
-        self.world.do(self.world.hello(node_id, dead_lives=[former]))
+        self.world.do(self.world.hello(node_id, dead_incarnations=[former]))
 
     def repair(self, node_id: str) -> None:
         self.at(self.random.expovariate(1 / REPAIR_MEAN_S), lambda: self.come_back(node_id))
@@ -125,7 +125,7 @@ class OnlineDay(Day):
             wanted = {n: world.told[world.life(n)].spares for n in self.here()}  # type: ignore[union-attr]
             world.do(*(world.parked(n, spares) for n, spares in wanted.items() if world.job.nodes[n].parked < spares))
             world.wait(1.0)
-            if world.finished or not world.serving or world.job.proved >= 0:
+            if world.finished or not world.serving or world.job.progress.first_committed >= 0:
                 return
             world.wait(START_UP_S)
             world.prove()
@@ -147,11 +147,18 @@ def test_workers_that_are_kept_live_through_a_day_without_a_restart() -> None:
     day = OnlineDay(11, ONLINE_NODES, workers=2, restarts=0, session=SessionInfo(), spares=1, spare_nodes=SPARES)
     day.live()
     job = day.world.job
-    assert day.world.serving and job.incident is None and job.proved >= 0 and job.restarts_used == 0
+    assert (
+        day.world.serving
+        and job.incidents.current is None
+        and job.progress.first_committed >= 0
+        and job.incidents.restarts_used == 0
+    )
     formed = [record.view for record in day.world.history if isinstance(record, ViewFormed)]
-    assert all(view.kept for view in formed[1:]) and len(formed) > sum(FAULTS_A_DAY.values()) / 2
-    assert all(incident.step >= 0 for incident in job.incidents)
-    assert {i.strategy for i in job.incidents} >= {Strategy.RECOVER} and {i.kind for i in job.incidents} >= {"worker"}
+    assert all(view.keeps_workers for view in formed[1:]) and len(formed) > sum(FAULTS_A_DAY.values()) / 2
+    assert all(incident.step >= 0 for incident in job.incidents.closed)
+    assert {i.strategy for i in job.incidents.closed} >= {Strategy.RECOVER} and {
+        i.kind for i in job.incidents.closed
+    } >= {"worker"}
     alive = sum(node.eligible for node in job.nodes.values())
     assert len(job.members) == min(ONLINE_NODES, alive) and job.view and job.view.world_size == 2 * len(job.members)
 
@@ -166,10 +173,12 @@ def day() -> Day:
 def test_a_thousand_nodes_live_through_a_day(day: Day) -> None:
     job = day.world.job
     alive = sum(node.alive for node in job.nodes.values())
-    assert day.world.serving and job.incident is None
-    assert len(job.members) == min(NODES, alive) == len(job.started)
-    assert job.restarts_used == FAULTS_A_DAY["worker fails"], "a restart for each worker that failed, and no other"
-    kinds = [incident.kind for incident in job.incidents]
+    assert day.world.serving and job.incidents.current is None
+    assert len(job.members) == min(NODES, alive) == len(job.progress.started)
+    assert job.incidents.restarts_used == FAULTS_A_DAY["worker fails"], (
+        "a restart for each worker that failed, and no other"
+    )
+    kinds = [incident.kind for incident in job.incidents.closed]
     assert kinds.count("worker") == FAULTS_A_DAY["worker fails"] and "node" in kinds and "planned" in kinds
     assert job.term == 1 + FAULTS_A_DAY["master dies"]
 

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from core.world import World, only
 from holdfast.core import records as r
-from holdfast.core.events import Event, Pace, PacesReported, SessionInfo
+from holdfast.core.events import Event, SessionInfo, StepTime, StepTimesReported
 from holdfast.core.sentences import sentence
+from support.world import World, only
 
 
 def report(world: World, node_id: str, *own_ms: float, view: int | None = None) -> Event:
-    paces = tuple(Pace(local_rank, ms / 1000, 20) for local_rank, ms in enumerate(own_ms))
+    step_times = tuple(StepTime(local_rank, ms / 1000, 20) for local_rank, ms in enumerate(own_ms))
     number = view if view is not None else world.view_number
-    return PacesReported(node_id=node_id, incarnation=world.life(node_id), view=number, paces=paces)
+    return StepTimesReported(node_id=node_id, incarnation=world.life(node_id), view=number, step_times=step_times)
 
 
-def training(**settings: object) -> World:
+def training(**settings: Any) -> World:
     return World(nodes=(2, 2), session=SessionInfo(), workers=2, restarts=0, **settings).train("a", "b")
 
 
@@ -36,7 +38,7 @@ def rounds(world: World, count: int, a: tuple[float, ...], b: tuple[float, ...])
         ((50, 51), (49, 70), 3),
         ((50, 50), (150, 50), 2),
         ((40, 60), (50, 75), None),  # they all differ
-        ((50, 50), (10, 50), None),  # faster is no trouble
+        ((50, 50), (10, 50), None),  # faster is no problem
         ((0.1, 0.1), (0.1, 0.9), None),  # below what schedulers do to anybody
     ],
 )
@@ -76,7 +78,7 @@ def test_what_is_said_of_another_view_or_of_no_seat_does_not_count() -> None:
     world = training()
     for _ in range(6):
         world.do(report(world, "a", 50, 50), report(world, "b", 50, 90, view=7), report(world, "b", 50, 50, 90))
-    assert not world.job.stragglers
+    assert not world.job.progress.stragglers
 
 
 def test_swap_sends_the_node_away_at_a_step_boundary_if_another_stands_by() -> None:
@@ -86,7 +88,7 @@ def test_swap_sends_the_node_away_at_a_step_boundary_if_another_stands_by() -> N
     world.do(world.hello("c"))
     world.do(world.parked("c", 2))
     assert world.members == ["a", "c"] and world.job.view and world.job.view.planned
-    assert "slower than all others" in only(world.history, r.NodeDraining).why
+    assert "a straggler" in only(world.history, r.NodeDraining).why
 
 
 def test_report_sends_nobody_away() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from core.transcript import render
+from support.transcript import render
 
 HERE = Path(__file__).parent / "transcripts"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.core.views import Candidate, Member, assign_group_ranks, choose, seat_members
+from holdfast.core.views import Member, NodeCandidate, assign_group_ranks, choose, make_members
 
 
 def candidate(
@@ -15,9 +15,9 @@ def candidate(
     asks: int | None = None,
     workers: int = 1,
     role: str = "default",
-) -> Candidate:
+) -> NodeCandidate:
     """`at`: the group rank it holds; `asks`: the one it would like."""
-    return Candidate(
+    return NodeCandidate(
         node_id=node_id,
         incarnation=f"{node_id}.1",
         workers=workers,
@@ -28,7 +28,7 @@ def candidate(
     )
 
 
-def seated(*candidates: Candidate) -> str:
+def seated(*candidates: NodeCandidate) -> str:
     return "".join(c.node_id for c in assign_group_ranks(choose(candidates, len(candidates))))
 
 
@@ -118,12 +118,12 @@ def test_who_takes_part(rule: str) -> None:
 
 
 def test_ranks_of_workers_follow_one_another_over_nodes_of_different_sizes() -> None:
-    members = seat_members([candidate("a", 0, workers=4), candidate("b", 1, workers=1), candidate("c", 2, workers=8)])
+    members = make_members([candidate("a", 0, workers=4), candidate("b", 1, workers=1), candidate("c", 2, workers=8)])
     assert [(m.group_rank, m.first_rank, m.workers) for m in members] == [(0, 0, 4), (1, 4, 1), (2, 5, 8)]
 
 
 def test_each_role_counts_its_own_ranks() -> None:
-    members = seat_members(
+    members = make_members(
         [
             candidate("a", 0, workers=2, role="trainer"),
             candidate("b", 1, workers=3, role="reader"),

@@ -7,6 +7,7 @@ import io
 import json
 import tarfile
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 
@@ -19,7 +20,7 @@ def whole(path: Path) -> Shard:
     return Shard(str(path), 0, size, size)
 
 
-def write_tar(path: Path, members: dict[str, bytes], mode: str = "w") -> Path:
+def write_tar(path: Path, members: dict[str, bytes], mode: Literal["w", "w:gz"] = "w") -> Path:
     with tarfile.open(path, mode) as archive:
         for name, content in members.items():
             info = tarfile.TarInfo(name)
@@ -37,7 +38,7 @@ def test_lines_are_records_from_any_one_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("ending", "pack"), [(".gz", gzip.compress), (".bz2", bz2.compress)])
-def test_packed_lines_are_unpacked(tmp_path: Path, ending: str, pack) -> None:
+def test_packed_lines_are_unpacked(tmp_path: Path, ending: str, pack: Any) -> None:
     path = tmp_path / f"a.jsonl{ending}"
     path.write_bytes(pack(b'{"a": 1}\n[2]\n'))
     assert format_of(str(path)) == "jsonl"
@@ -71,10 +72,43 @@ def test_members_of_a_tar_with_one_stem_are_one_record(tmp_path: Path) -> None:
 def test_a_tar_that_ends_in_the_middle_fails_at_its_record(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "a.tar", {f"{n}.bin": bytes(2_000) for n in range(4)})
     path.write_bytes(path.read_bytes()[:6_000])
-    found = []
+    found: list[Any] = []
     with pytest.raises((tarfile.ReadError, ValueError)):
         found.extend(record["__key__"] for record in opener("tar")(whole(path), 0))
     assert found in ([], ["0"], ["0", "1"])
+
+
+def test_a_size_that_a_tar_claims_is_not_believed(tmp_path: Path) -> None:
+    """Two kilobytes that would ask for 64 GiB."""
+    info = tarfile.TarInfo("0.bin")
+    info.pax_headers = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.realsize": str(2**36)}
+    holes = b"1\n68719476736\n0\n".ljust(512, b"\0")
+    info.size = len(holes)
+    with tarfile.open(tmp_path / "holes.tar", "w", format=tarfile.PAX_FORMAT) as archive:
+        archive.addfile(info, io.BytesIO(holes))
+    with pytest.raises(ValueError, match="holes"):
+        list(opener("tar")(whole(tmp_path / "holes.tar"), 0))
+    for name, pack in (("large.tar", bytes), ("large.tgz", gzip.compress)):
+        info = tarfile.TarInfo("0.bin")
+        info.size = 2**36
+        (tmp_path / name).write_bytes(pack(info.tobuf() + bytes(2_048)))
+        with pytest.raises((ValueError, tarfile.ReadError), match=r"claims 68,719,476,736 bytes|unexpected end"):
+            list(opener("tar")(whole(tmp_path / name), 0))
+
+
+@pytest.mark.parametrize("kind", [tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.XGLTYPE])
+def test_a_size_that_a_tars_header_claims_is_not_believed(tmp_path: Path, kind: bytes) -> None:
+    """A long name, or what extends a header, is read into memory at once: here two kilobytes, or packed zeros."""
+    info = tarfile.TarInfo("0.bin")
+    info.type, info.size = kind, 2**36
+    header = info.tobuf(tarfile.GNU_FORMAT)
+    for name, content in (
+        ("a.tar", header + bytes(2_048)),
+        ("a.tgz", gzip.compress(header + bytes(2**24))),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=r"a header claims 68,719,476,736 bytes"):
+            list(opener("tar")(whole(tmp_path / name), 0))
 
 
 def test_a_file_that_changed_is_refused(tmp_path: Path) -> None:

@@ -6,13 +6,14 @@ import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from e2e.jobs import agent_environment
-from holdfast.data.ledger import chain, planned_chain, prove_exactly_once
-from holdfast.data.plan import make_plan
+from holdfast.data.sample_digest import chain, planned_chain, prove_exactly_once
+from holdfast.data.step_plan import make_plan
+from support.jobs import agent_environment
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 LOGGED = Path(__file__).parent / "scripts" / "logged.py"
@@ -25,7 +26,7 @@ def guarded(leak_guard: str) -> str:
     return leak_guard
 
 
-def run(tmp_path, workers, *arguments, restarts=0):
+def run(tmp_path: Path, workers: int, *arguments: Any, restarts: int = 0) -> Any:
     command = [
         sys.executable, "-m", "holdfast", "run", "--standalone", "--nproc-per-node", str(workers),
         "--max-restarts", str(restarts), *map(str, arguments),
@@ -49,7 +50,7 @@ def committed_steps(directory: Path, lives: list[str]) -> dict[int, list[int]]:
     return steps
 
 
-def trained_alone(plan, steps):
+def trained_alone(plan: Any, steps: Any) -> Any:
     """The parameters that one process ends with, which sees the whole global batch."""
     torch.manual_seed(0)
     model = torch.nn.Linear(1, 1)
@@ -62,7 +63,7 @@ def trained_alone(plan, steps):
     return model.state_dict()
 
 
-def test_killed_mid_epoch_and_continued_with_fewer_workers_every_sample_counts_once_and_alike(tmp_path):
+def test_killed_mid_epoch_and_continued_with_fewer_workers_every_sample_counts_once_and_alike(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.mkdir()
     first = run(tmp_path, 3, LOGGED, log, 2, 1, STEPS_PER_EPOCH + 6, restarts=2)
@@ -89,7 +90,7 @@ def test_killed_mid_epoch_and_continued_with_fewer_workers_every_sample_counts_o
     assert not (log / f"reads-{os.getpid()}").exists()
 
 
-def test_the_example_runs_and_continues_at_another_world_size(tmp_path):
+def test_the_example_runs_and_continues_at_another_world_size(tmp_path: Path) -> None:
     example = ROOT / "examples/exact_data.py"
     first = run(tmp_path, 2, example, "--checkpoint", tmp_path / "exact.pt", "--epochs", 1)
     assert re.search(r"from step 0, epoch 0, with 2 workers", first)

@@ -1,6 +1,7 @@
 """Mixtures: exact shares, each source in its own exact order, and a past that no change of weights disturbs."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -9,11 +10,11 @@ from holdfast.data.mixture import BLOCK_DRAWS, Mixture
 from holdfast.errors import UsageError
 
 
-def sources(*sizes):
+def sources(*sizes: Any) -> Any:
     return [[(source, sample) for sample in range(size)] for source, size in enumerate(sizes)]
 
 
-def test_shares_are_exact_and_every_source_is_used_up_before_it_repeats():
+def test_shares_are_exact_and_every_source_is_used_up_before_it_repeats() -> None:
     mixture = Mixture(sources(300, 5000), weights=[3, 1], draws=10 * BLOCK_DRAWS, seed=4)
     drawn = [mixture[draw] for draw in range(10 * BLOCK_DRAWS)]
     for block in range(10):
@@ -24,7 +25,7 @@ def test_shares_are_exact_and_every_source_is_used_up_before_it_repeats():
     assert len({sample for source, sample in drawn if source == 1}) == 2560
 
 
-def test_changed_weights_leave_the_past_and_the_sources_order_alone():
+def test_changed_weights_leave_the_past_and_the_sources_order_alone() -> None:
     plain = Mixture(sources(10_000, 10_000), weights=[1, 1], draws=8 * BLOCK_DRAWS)
     change = 3 * BLOCK_DRAWS - 100
     changed = Mixture(sources(10_000, 10_000), weights=[1, 1], draws=8 * BLOCK_DRAWS, changes=[(change, [0, 1])])
@@ -35,9 +36,15 @@ def test_changed_weights_leave_the_past_and_the_sources_order_alone():
     assert len(set(used)) == len(used)
 
 
-def test_weights_change_in_a_run_that_goes_on():
+def test_weights_change_in_a_run_that_goes_on() -> None:
     """A state that was saved with the old weights is good for a mixture that changes them from a step on."""
-    settings = {"global_batch_size": 64, "shuffle": False, "collate_fn": list, "rank": 0, "world_size": 1}
+    settings: dict[str, Any] = {
+        "global_batch_size": 64,
+        "shuffle": False,
+        "collate_fn": list,
+        "rank": 0,
+        "world_size": 1,
+    }
     plain = Mixture(sources(900, 900), weights=[1, 1], draws=5 * BLOCK_DRAWS)
     before, first_changed = hf.Loader(plain, **settings), 2 * BLOCK_DRAWS // 64
     whole = []
@@ -59,7 +66,7 @@ def test_weights_change_in_a_run_that_goes_on():
     assert shares == {0: 3 * BLOCK_DRAWS // 4, 1: 9 * BLOCK_DRAWS // 4}
 
 
-def test_a_far_draw_is_as_cheap_and_the_loader_takes_it():
+def test_a_far_draw_is_as_cheap_and_the_loader_takes_it() -> None:
     mixture = Mixture(sources(1000, 10), weights=[0.9, 0.1], draws=10**12)
     assert mixture.place(10**11) == Mixture(sources(1000, 10), weights=[0.9, 0.1], draws=10**12).place(10**11)
     loader = hf.Loader(
@@ -69,7 +76,7 @@ def test_a_far_draw_is_as_cheap_and_the_loader_takes_it():
     assert next(iter(loader)) == [mixture[draw] for draw in range(8 * 10**9, 8 * 10**9 + 8)]
 
 
-def test_mixtures_that_cannot_be_are_refused():
+def test_mixtures_that_cannot_be_are_refused() -> None:
     with pytest.raises(UsageError, match="weights"):
         Mixture(sources(3, 3), weights=[1], draws=10)
     with pytest.raises(UsageError, match="not a block after"):

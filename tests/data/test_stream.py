@@ -7,18 +7,19 @@ import sys
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 import holdfast as hf
-from e2e.jobs import free_port
-from holdfast.data.catalogue import RECORDS_BITS
 from holdfast.data.formats import Shard
+from holdfast.data.shard_catalogue import RECORDS_BITS
 from holdfast.errors import ShardError, UsageError
+from support.jobs import free_port
 
 
 def write_shards(directory: Path, sizes: list[int]) -> list[Path]:
@@ -30,7 +31,7 @@ def write_shards(directory: Path, sizes: list[int]) -> list[Path]:
     return paths
 
 
-def every(sizes: list[int]) -> Counter:
+def every(sizes: list[int]) -> Counter[Any]:
     return Counter(f"{shard} {record}" for shard, size in enumerate(sizes) for record in range(size))
 
 
@@ -65,7 +66,7 @@ class World:
                 newcomer.load_state_dict(json.loads(json.dumps(state)))
             self.streams.append(newcomer)
         for rank, stream in enumerate(self.streams):
-            stream.set_place(rank, ranks)
+            stream.set_assignment(rank, ranks)
 
     def lose(self, rank: int, ranks: int) -> None:
         """One dies; the others close up, to so many."""
@@ -169,11 +170,11 @@ def test_what_a_rank_goes_on_reading_in_a_new_view_is_not_opened_again(tmp_path:
     paths = write_shards(tmp_path, [40] * 8)
     opened: list[list[str]] = []
 
-    def make(**place):
+    def make(**place: Any) -> Any:
         own: list[str] = []
         opened.append(own)
 
-        def read(shard: Shard, first: int):
+        def read(shard: Shard, first: int) -> Iterator[Any]:
             own.append(shard.path)
             yield from Path(shard.path).read_text().splitlines()[first:]
 
@@ -198,7 +199,7 @@ def test_it_goes_on_from_a_state_at_another_world_size(tmp_path: Path) -> None:
     begun = drain(first, 5)
     state = json.loads(json.dumps(first.state_dict()))
 
-    def resumed(**place) -> hf.Stream:
+    def resumed(**place: Any) -> hf.Stream:
         stream = hf.Stream(paths, global_batch_size=6, slots=3, epochs=2, threads=0, **place)
         stream.load_state_dict(state)
         return stream
@@ -277,16 +278,23 @@ def test_the_mean_over_all_ranks_is_that_over_all_records(tmp_path: Path) -> Non
     across=st.booleans(),
     faults=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3), st.integers(1, 4)), max_size=6),
 )
-def test_kills_and_resizes_change_nothing(tmp_path_factory, sizes, slots, across, faults) -> None:
+def test_kills_and_resizes_change_nothing(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], slots: int, across: bool, faults: Any
+) -> None:
     """Each fault: (step, what, number). The same steps as undisturbed, and every record once an epoch."""
     paths = write_shards(tmp_path_factory.mktemp("shards"), sizes)
-    wanted = {"global_batch_size": 6, "slots": slots, "epochs": 2, "last_batch": "across" if across else "short"}
+    wanted: dict[str, Any] = {
+        "global_batch_size": 6,
+        "slots": slots,
+        "epochs": 2,
+        "last_batch": "across" if across else "short",
+    }
     undisturbed = hf.Stream(paths, **wanted, threads=0)
     whole = []
     while batches := drain(undisturbed):
         whole += batches
     world = World(lambda **place: hf.Stream(paths, **wanted, threads=0, **place), 2)
-    found = []
+    found: list[Any] = []
     left = list(faults)
     while len(found) < len(whole):
         step = sorted(record for scale, batch in world.draw() if scale for record in batch)
@@ -319,7 +327,7 @@ class Fragile:
     def __init__(self, failing: dict[tuple[int, int], int]) -> None:
         self.failing = failing
 
-    def __call__(self, shard: Shard, first: int):
+    def __call__(self, shard: Shard, first: int) -> Iterator[Any]:
         number = int(Path(shard.path).stem)
         for record, line in enumerate(Path(shard.path).read_text().splitlines()):
             if record < first:
@@ -339,14 +347,22 @@ class Fragile:
     failing=st.dictionaries(st.tuples(st.integers(0, 5), st.integers(0, 11)), st.integers(1, 9), max_size=2),
     faults=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2), st.integers(1, 4)), max_size=4),
 )
-def test_what_is_lost_is_listed(tmp_path_factory, sizes, slots, across, failing, faults) -> None:
+def test_what_is_lost_is_listed(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], slots: int, across: bool, failing: Any, faults: Any
+) -> None:
     """Records that fail for a while or for good, and steps that are broken, ranks that die and come, on top."""
     assume(slots > 1 or len({number for number, _ in failing}) < 2)  # else one step may meet both: it is the storage
     paths = write_shards(tmp_path_factory.mktemp("shards"), sizes)
-    wanted = {"global_batch_size": 5, "slots": slots, "epochs": 2, "last_batch": "across" if across else "short"}
+    wanted: dict[str, Any] = {
+        "global_batch_size": 5,
+        "slots": slots,
+        "epochs": 2,
+        "last_batch": "across" if across else "short",
+    }
     reader = Fragile(dict(failing))
     world = World(lambda **place: hf.Stream(paths, **wanted, threads=0, format=reader, **place), 2)
-    counts, left = Counter(), list(faults)
+    counts: Counter[Any] = Counter()
+    left = list(faults)
     while True:
         try:
             step = [record for scale, batch in world.draw() if scale for record in batch]
@@ -415,7 +431,7 @@ def test_when_all_storage_is_gone_nothing_is_put_in_quarantine(tmp_path: Path) -
     assert stream.state_dict()["book"]["quarantined"] == [] and stream.step >= before["step"]
 
 
-def test_ranks_with_other_shards_are_told(tmp_path: Path) -> None:
+def test_ranks_with_different_shards_raise(tmp_path: Path) -> None:
     paths = write_shards(tmp_path, [5, 5])
     world = World(lambda **place: hf.Stream(paths[: 1 + place["rank"]], global_batch_size=4, slots=2, **place), 2)
     with pytest.raises(UsageError, match="the ranks have different shards"):
@@ -440,7 +456,8 @@ def test_randomness_of_a_record_is_its_own(tmp_path: Path) -> None:
 
     def found(slots: int) -> dict[str, float]:
         stream = hf.Stream(paths, global_batch_size=3, slots=slots, epochs=1, transform=noisy, collate_fn=list)
-        return dict(pair for batch in drain(stream) for pair in batch)
+        pairs: list[Any] = [pair for batch in drain(stream) for pair in batch]
+        return dict(pairs)
 
     assert found(1) == found(3)
 
@@ -454,14 +471,16 @@ def test_sample_numbers_name_shard_and_record(tmp_path: Path) -> None:
 
 def test_mistakes_are_sentences(tmp_path: Path) -> None:
     paths = write_shards(tmp_path, [3, 3])
-    for arguments, words in [
+    mistakes: list[tuple[dict[str, Any], str]] = [
         ({"shards": str(tmp_path / "*.nothing")}, "no file is called"),
         ({"shards": [paths[0], paths[0]]}, "named twice"),
         ({"slots": 9}, "9 slots for a global batch of 4"),
         ({"last_batch": "drop"}, "give across or short"),
-    ]:
+    ]
+    for arguments, words in mistakes:
         with pytest.raises(UsageError, match=words):
-            hf.Stream(**({"shards": paths, "global_batch_size": 4} | arguments))
+            given: dict[str, Any] = {"shards": paths, "global_batch_size": 4}
+            hf.Stream(**(given | arguments))
     stream = hf.Stream(paths, global_batch_size=4)
     with pytest.raises(UsageError, match="nothing was drawn"):
         stream.commit()

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from e2e.jobs import SCRIPTS
-from e2e.references import made_once
-from e2e.sessions import Run
-from holdfast.core.ladder import Strategy
+from holdfast.core.strategies import Strategy
+from support.jobs import SCRIPTS
+from support.references import made_once
+from support.sessions import Run
 
 SCRIPT = str(SCRIPTS / "canonical.py")
 STEPS = 200
@@ -64,7 +64,9 @@ def test_four_three_one_and_again_four_ranks_end_with_the_bits_of_four(tmp_path:
     """One dies in a forward, another in the middle of an exchange, and then one after the other until one is left."""
     faults = ("forward:5:1:kill", "gather:60:2:kill", *["forward:120:last:kill"] * 3)
     options = tuple(word for fault in faults for word in ("--fault", fault))
-    run = CanonicalRun(tmp_path).begin(4, "--recovery", "elastic-training,exit", options=(*options, "--pause", "0.05"))
+    run = CanonicalRun(tmp_path).begin(
+        4, "--recovery", "elastic-training,exit", options=(*options, "--pause", "0.05", "--until-hurry")
+    )
     run.wait_until_calm(4, closed=4)
     run.wait_for_step(121)
     run.wait_until_calm(4)

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from e2e.jobs import kill9
-from e2e.sessions import Run, assert_same_bits, undisturbed
-from holdfast.core.ladder import Strategy
 from holdfast.core.records import IncidentOpened
+from holdfast.core.strategies import Strategy
+from support.jobs import kill9
+from support.sessions import Run, assert_same_bits, undisturbed
 
-PAUSE = ["--pause", "0.03"]
+PAUSE = ["--pause", "0.03", "--until-hurry"]
 LONG = 300
 
 
@@ -22,7 +22,7 @@ def assert_recovered(run: Run, deaths: int, incidents: int = 0) -> None:
     journal = run.place.journal
     assert len(run.incidents) == len(journal.of(IncidentOpened)) >= max(incidents, 1)
     assert all(incident.step >= 0 for incident in run.incidents)
-    assert journal.job().restarts_used == 0
+    assert journal.job().incidents.restarts_used == 0
     ranks = len(run.pids)
     assert len({line.pid for line in run.ledger}) <= ranks + deaths
 

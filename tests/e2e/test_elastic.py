@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from e2e.jobs import (
+from holdfast.core.records import GatheringBegan, NodeJoined, NodeLeftRecord, NodeLost, Outcome, ViewFormed
+from support.jobs import (
     DEADLINE_S,
     SCRIPTS,
     SPAWN,
@@ -24,7 +25,6 @@ from e2e.jobs import (
     wait_until_gone,
     wait_until_nothing_left,
 )
-from holdfast.core.records import GatheringBegan, NodeJoined, NodeLeft, NodeLost, Outcome, ViewFormed
 
 LONG = "10000"
 
@@ -35,7 +35,14 @@ class Fleet(Place):
     def __init__(self, directory: Path, nnodes: str, *flags: str) -> None:
         super().__init__(directory)
         self.port = free_port()
-        self._flags = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-id", "fleet")
+        self._flags: tuple[str, ...] = (
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-endpoint",
+            f"127.0.0.1:{self.port}",
+            "--rdzv-id",
+            "fleet",
+        )
         self._flags += ("--nnodes", nnodes, *flags)
 
     def join(self, name: str, *flags: str, env: dict[str, str] | None = None) -> AgentProcess:
@@ -47,10 +54,10 @@ class Fleet(Place):
         seen: dict[int, int] = {}
 
         def current() -> dict[str, int]:
-            formed = self.journal.of(ViewFormed)
-            members = {m.node_id: m.group_rank for m in formed[-1].view.members} if formed else {}
-            pids = self.journal.pids()
-            if members.keys() != set(names) or len(pids) < formed[-1].view.world_size:
+            started = self.journal.started()
+            members = {m.node_id: m.group_rank for m in started.view.members} if started else {}
+            pids = started.pids if started else {}
+            if started is None or members.keys() != set(names) or len(pids) < started.view.world_size:
                 return {}
             for pid in pids.values():
                 seen.setdefault(pid, self.steps_of(pid))
@@ -62,11 +69,15 @@ class Fleet(Place):
         self.journal.wait_for(NodeJoined, lambda joined: joined.node_id == name)
 
     def pids_of(self, name: str) -> list[int]:
-        """Of a node's workers in the newest view."""
-        view = self.journal.of(ViewFormed)[-1].view
-        member = next(m for m in view.members if m.node_id == name)
-        pids = self.journal.pids()
-        return [pids[member.first_rank + i] for i in range(member.workers)]
+        """Wait until the workers of a node in the newest view are reported; return their process ids."""
+
+        def found() -> list[int]:
+            started = self.journal.started()
+            member = next((m for m in started.view.members if m.node_id == name), None) if started else None
+            ranks = range(member.first_rank, member.first_rank + member.workers) if member else range(0)
+            return [started.pids[rank] for rank in ranks] if started and set(ranks) <= started.pids.keys() else []
+
+        return wait_for(found, what=f"the workers of {name}")
 
 
 def ends(*agents: AgentProcess) -> list[int]:
@@ -87,7 +98,7 @@ def test_a_job_starts_with_its_minimum_and_takes_in_who_comes_later(tmp_path: Pa
     fleet.finish()
     assert ends(first, second, third) == [0, 0, 0]
     assert sorted(line.rank for line in fleet.ledger("end")) == [0, 1, 2, 3, 4, 5]
-    assert fleet.journal.job().restarts_used == 0
+    assert fleet.journal.job().incidents.restarts_used == 0
 
 
 def test_a_job_that_has_all_its_nodes_does_not_wait_for_more(tmp_path: Path) -> None:
@@ -118,7 +129,7 @@ def test_a_wait_for_nodes_that_runs_out_has_an_exit_code_of_its_own(tmp_path: Pa
     assert ends(*agents) == [3, 3]
     end = fleet.journal.finished()
     assert (end.outcome, end.exit_code) == (Outcome.FAILED, 3)
-    assert "2 came" in end.why
+    assert "2 joined" in end.why
     assert not fleet.ledger()
 
 
@@ -163,9 +174,9 @@ def test_a_node_that_leaves_or_dies_is_missed_for_a_moment_only(tmp_path: Path) 
     assert fleet.wait_for_members("stays", "dies") == {"stays": 0, "dies": 1}
     fleet.finish()
     assert ends(stays, comes_back) == [0, 0]
-    assert [left.node_id for left in fleet.journal.of(NodeLeft)] == ["leaves"]
+    assert [left.node_id for left in fleet.journal.of(NodeLeftRecord)] == ["leaves"]
     assert [(lost.node_id, lost.certain) for lost in fleet.journal.of(NodeLost)] == [("dies", True)]
-    assert fleet.journal.job().restarts_used == 0
+    assert fleet.journal.job().incidents.restarts_used == 0
 
 
 def test_a_node_that_stood_still_is_given_up_and_comes_back_at_once_when_it_runs_again(tmp_path: Path) -> None:
@@ -233,7 +244,7 @@ def test_a_worker_and_another_nodes_agent_killed_at_once_are_both_dealt_with(tmp
         assert fleet.wait_for_members("first") == {"first": 0}
         fleet.finish()
     assert first.wait() == (0 if restarts == "1" else 1)
-    assert fleet.journal.job().restarts_used == int(restarts)
+    assert fleet.journal.job().incidents.restarts_used == int(restarts)
 
 
 def test_all_nodes_dying_one_after_another_leave_one_that_goes_on(tmp_path: Path) -> None:
@@ -368,7 +379,7 @@ def test_strangers_on_the_masters_port_change_nothing(tmp_path: Path) -> None:
 
 
 def test_agents_that_start_together_agree_on_one_master(tmp_path: Path) -> None:
-    """All of them try to be its keeper; the port decides."""
+    """All of them try to start it; the port decides."""
     fleet = Fleet(tmp_path, "4")
     agents = [fleet.join(f"node-{i}") for i in range(4)]
     fleet.wait_for_members(*(f"node-{i}" for i in range(4)))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from e2e.jobs import DEADLINE_S, SPAWN, STEPS, AgentProcess, Journal, Place, agent_environment, free_port, wait_for
-from e2e.sessions import Run
-from holdfast.core.fault_types import Blame
-from holdfast.core.ladder import Strategy
-from holdfast.core.records import IncidentDecided, NodeCleared, NodeCordoned, NodeJoined, ViewFormed, WorkerLost
+from holdfast.core.faults.fault_types import Blame
+from holdfast.core.records import IncidentDecided, NodeCleared, NodeCordoned, NodeJoined, ViewFormed, WorkerFailedRecord
+from holdfast.core.strategies import Strategy
+from support.jobs import DEADLINE_S, SPAWN, STEPS, AgentProcess, Journal, Place, agent_environment, free_port, wait_for
+from support.sessions import Run
 
 BY_CODE = {
     14: ("inforom-corrupted", Blame.NODE),
@@ -56,6 +57,10 @@ def grades(state_dir: Path) -> dict[str, str]:
     return {one["machine"]: one["grade"] for one in listed}
 
 
+def in_view(view: int) -> Callable[[WorkerFailedRecord], bool]:
+    return lambda lost: lost.failure.view == view
+
+
 def test_every_exit_code_of_the_table_is_named_and_a_users_table_goes_first(tmp_path: Path) -> None:
     job = Place(tmp_path)
     (tmp_path / "mine.toml").write_text(MINE)
@@ -64,14 +69,14 @@ def test_every_exit_code_of_the_table_is_named_and_a_users_table_goes_first(tmp_
     for number, code in enumerate(BY_CODE, start=1):
         job.journal.wait_for_workers(1, view=number)
         job.tell(0, f"exit {code}")
-        job.journal.wait_for(WorkerLost, lambda lost, number=number: lost.failure.view == number)
+        job.journal.wait_for(WorkerFailedRecord, in_view(number))
     job.journal.wait_for_workers(1, view=len(BY_CODE) + 1)
     job.finish()
     assert agent.wait() == 0
-    found = {lost.failure.exit_code: lost.failure.fault for lost in job.journal.of(WorkerLost)}
+    found = {lost.failure.exit_code: lost.failure.fault for lost in job.journal.of(WorkerFailedRecord)}
     assert {code: (fault.name, fault.blame) for code, fault in found.items() if fault} == BY_CODE
     whys = [decided.why for decided in job.journal.of(IncidentDecided)]
-    assert "stays though it is to blame (inforom-corrupted)" in whys[0], "a job's only node is not sent away"
+    assert "is not evicted though at fault (inforom-corrupted)" in whys[0], "a job's only node is not sent away"
     assert not job.journal.of(NodeCordoned)
 
 
@@ -105,7 +110,7 @@ def test_a_lemon_that_keeps_failing_is_banned_and_kept_out_of_the_next_job(tmp_p
     job.journal, port = Journal(job.state_dir, "next"), free_port()
     lemon = join(job, "lemon", "next", port, "1:2", "--settle", "2")
     joined = job.journal.wait_for(NodeJoined)
-    assert joined.repute.grade == "banned" and "keeps failing" in joined.repute.why
+    assert joined.reputation.grade == "banned" and "keeps failing" in joined.reputation.why
     good = join(job, "good", "next", port, "1:2", "--settle", "2")
     job.journal.wait_for_workers(1, view=1)
     assert [m.node_id for m in job.journal.of(ViewFormed)[-1].view.members] == ["good"]
@@ -137,7 +142,7 @@ def test_the_same_fault_on_two_machines_within_moments_is_not_blamed_on_them(tmp
     (other,) = {"a", "b"} - {away}
     assert nodes[other].wait() == 0
     assert grades(job.state_dir) == {f"machine-{away}": "good"}
-    assert job.journal.job().restarts_used == 1, "the first was the node's, as far as was known"
+    assert job.journal.job().incidents.restarts_used == 1, "the first was the node's, as far as was known"
 
 
 def test_the_same_exception_at_the_same_step_twice_ends_the_job_with_restarts_left(tmp_path: Path) -> None:
@@ -147,5 +152,5 @@ def test_the_same_exception_at_the_same_step_twice_ends_the_job_with_restarts_le
     repaired = [strategy for strategy in chosen if strategy is not Strategy.RETRY]
     assert repaired[-1] is Strategy.DUMP and len(repaired) == 2
     end = run.place.journal.finished()
-    assert run.place.journal.job().restarts_used == 0
+    assert run.place.journal.job().incidents.restarts_used == 0
     assert end.cause is not None and end.cause.step == 5 and "a bug in the user's code" in end.cause.message

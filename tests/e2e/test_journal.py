@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import sqlite3
 import subprocess
 from collections.abc import Iterator
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from e2e.jobs import (
+from holdfast.core.records import NodeJoined, Outcome, TermBegan, ViewFormed, WorkerFailedRecord
+from support.jobs import (
     SPAWN,
     STEPS,
     AgentProcess,
@@ -21,7 +23,6 @@ from e2e.jobs import (
     wait_for,
     wait_until_nothing_left,
 )
-from holdfast.core.records import NodeJoined, Outcome, TermBegan, ViewFormed, WorkerLost
 
 NAMED = ("--rdzv-id", "again", "--node-id", "only", "--max-restarts", "3", *SPAWN)
 """The same job and the same node, whoever runs it."""
@@ -88,12 +89,12 @@ def test_a_failure_that_cannot_be_written_down_is_dealt_with_when_there_is_space
     job.journal.wait_for_workers(2, view=2)
     job.finish()
     assert agent.wait() == 0
-    assert [lost.failure.rank for lost in job.journal.of(WorkerLost)] == [1]
+    assert [lost.failure.rank for lost in job.journal.of(WorkerFailedRecord)] == [1]
 
 
 def test_a_job_cannot_begin_on_a_full_disk_and_says_so(small_disk: Place) -> None:
     job = small_disk
-    (job.state_dir / "token").write_text("x" * 32)
+    (job.state_dir / "token").write_text(secrets.token_hex(32))
     fill(job)
     agent = job.start("--standalone", *SPAWN, STEPS)
     assert agent.wait() == 5

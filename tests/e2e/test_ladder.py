@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from e2e.jobs import kill9
-from e2e.sessions import Run, assert_same_bits, assert_same_samples, undisturbed
-from holdfast.core.ladder import Strategy
-from holdfast.core.records import IncidentDecided, Outcome
+from holdfast.core.records import IncidentDecided, NodesAwaited, Outcome
 from holdfast.core.settings import Settings
+from holdfast.core.strategies import Strategy
+from support.jobs import kill9, wait_for
+from support.sessions import Run, assert_same_bits, assert_same_samples, undisturbed
 
-PAUSE = ["--pause", "0.03"]
+PAUSE = ["--pause", "0.03", "--until-hurry"]
 SLOTS = ["--slots", "6"]
 LONG = 200
 """Steps of a job that is hurt from outside: it pauses after each until the test lets it hurry."""
@@ -32,10 +33,10 @@ def decisions(run: Run) -> list[Strategy]:
     return [decided.strategy for decided in run.place.journal.of(IncidentDecided)]
 
 
-def fleet(directory: Path, model: str, nnodes: str, flags: list[str], *names: str, **choices) -> Run:
+def fleet(directory: Path, model: str, nnodes: str, flags: list[str], *names: str, **choices: Any) -> Run:
     """Nodes of one worker each, at work; what is beyond the maximum stands by."""
     run = Run(directory)
-    choices = {"steps": LONG, "options": PAUSE} | choices
+    choices = {"steps": LONG, "options": PAUSE, **choices}
     for name in names:
         run.join(name, model, nnodes=nnodes, flags=flags, **choices)
     run.wait_until_calm(int(nnodes.split(":")[-1]))
@@ -121,6 +122,23 @@ def test_a_spare_node_takes_the_ranks_of_a_node_that_is_lost(tmp_path: Path, mod
     assert {m.node_id: m.first_rank for m in run.view().members}[new] == rank
 
 
+@pytest.mark.thorough
+def test_survivors_hold_their_state_until_a_replacement_is_started(tmp_path: Path) -> None:
+    flags = ["--wait-for-nodes", "120"]
+    run = fleet(tmp_path, "ddp", "2", flags, "a", "b")
+    lost = run.other_than_the_masters()
+    rank = next(m.first_rank for m in run.view().members if m.node_id == lost)
+    survivor = run.pid_of(1 - rank)
+    run.kill_node(lost)
+    wait_for(lambda: run.place.journal.of(NodesAwaited), what="a record that the survivor waits")
+    run.join("replacement", "ddp", nnodes="2", flags=flags, steps=LONG, options=PAUSE)
+    run.wait_until_calm(2, closed=1)
+    run.hurry().finish()
+    assert_same_bits(run, undisturbed("ddp", ranks=2, steps=LONG), missing=1)
+    assert strategies(run) == [Strategy.RECOVER] and run.pids[1 - rank] == {survivor}
+    assert {m.node_id: m.first_rank for m in run.view().members}["replacement"] == rank
+
+
 # --- elastic-training
 
 
@@ -128,7 +146,7 @@ def test_a_spare_node_takes_the_ranks_of_a_node_that_is_lost(tmp_path: Path, mod
 def test_the_world_shrinks_and_grows_back_again_and_again(tmp_path: Path) -> None:
     flags = recovery("elastic-training", "exit")
     faults = ["forward:5:1:kill", "backward:60:2:kill", "forward:100:0:kill"]
-    choices = {"features": "loader,double", "options": [*SLOTS, *PAUSE]}
+    choices: dict[str, Any] = {"features": "loader,double", "options": [*SLOTS, *PAUSE]}
     run = Run(tmp_path).start("ddp", ranks=3, steps=LONG, faults=faults, flags=flags, **choices)
     for closed in (2, 4, 6):
         run.wait_until_calm(3, closed=closed)
@@ -143,7 +161,7 @@ def test_the_world_shrinks_and_grows_back_again_and_again(tmp_path: Path) -> Non
 
 def test_a_lost_node_is_done_without_until_it_is_back(tmp_path: Path) -> None:
     flags = recovery("elastic-training", "exit")
-    choices = {"features": "loader", "options": [*SLOTS, *PAUSE]}
+    choices: dict[str, Any] = {"features": "loader", "options": [*SLOTS, *PAUSE]}
     run = fleet(tmp_path, "ddp", "1:2", flags, "a", "b", **choices)
     lost = run.other_than_the_masters()
     (stays,) = run.nodes.keys() - {lost}
@@ -208,7 +226,7 @@ def test_a_bug_of_all_ranks_is_restarted_as_often_as_allowed(tmp_path: Path) -> 
     run = Run(tmp_path).start("ddp", ranks=2, faults=faults, flags=["--max-restarts", "1"]).finish(1)
     end = run.place.journal.finished()
     assert end.cause is not None and "ValueError: a bug in the user's code" in end.cause.traceback
-    assert run.place.journal.job().restarts_used <= 1
+    assert run.place.journal.job().incidents.restarts_used <= 1
     assert max(line.step for line in run.ledger) == 4
 
 
@@ -223,7 +241,9 @@ def test_a_job_of_one_worker(tmp_path: Path) -> None:
     flags = ["--max-restarts", "1", "--snapshots", "off"]
     run = Run(tmp_path).start("ddp", ranks=1, faults=["forward:5:0:kill"], flags=flags).finish()
     assert run.finals == undisturbed("ddp", ranks=1).finals
-    assert [i.strategy for i in run.incidents] == [Strategy.RESTART] and run.place.journal.job().restarts_used == 1
+    assert [i.strategy for i in run.incidents] == [
+        Strategy.RESTART
+    ] and run.place.journal.job().incidents.restarts_used == 1
 
 
 # --- the user's word
@@ -254,7 +274,7 @@ def test_an_extension_can_have_all_start_anew(tmp_path: Path) -> None:
     run = Run(tmp_path).start("ddp", ranks=2, faults=["forward:5:1:kill"], flags=flags).finish()
     assert_same_bits(run, undisturbed("ddp", ranks=2))
     assert [i.strategy for i in run.incidents] == [Strategy.RESTART]
-    assert run.place.journal.job().restarts_used == 1
+    assert run.place.journal.job().incidents.restarts_used == 1
     assert [len(run.pids[rank]) for rank in range(2)] == [2, 2]
 
 

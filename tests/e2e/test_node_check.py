@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from e2e.hosts import LINK, Host, Network, delay_between, hosts, lose_between, why_no_delays
-from e2e.jobs import SCRIPTS, AgentProcess, Journal, Place, free_port, marker, wait_for
-from e2e.plug_ins import install_lab, install_project
-from holdfast.core.health.checkup import EXIT_UNFIT
 from holdfast.core.health.findings import NodeVerdict
-from holdfast.core.records import NodeJoined, NodesChecked, NodeSuspected, ViewFormed
+from holdfast.core.records import CheckConcluded, NodeJoined, NodeSuspected, ViewFormed
+from holdfast.exit_codes import UNFIT as EXIT_UNFIT
+from support.hosts import LINK, Host, Network, delay_between, hosts, lose_between, why_no_delays
+from support.jobs import SCRIPTS, AgentProcess, Journal, Place, free_port, marker, wait_for
+from support.plug_ins import install_lab, install_project
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "processors.md"
 CHECK = (sys.executable, "-m", "holdfast", "check", "--log-format", "json")
@@ -39,7 +39,7 @@ SICK = "0, 7, No, No, No, 16, 16\n"
 
 def verdicts(journal: Journal) -> dict[str, NodeVerdict]:
     """Of the first check. No link was bad."""
-    checked = wait_for(lambda: journal.of(NodesChecked), LONG_S, what="the verdicts")[0]
+    checked = wait_for(lambda: journal.of(CheckConcluded), LONG_S, what="the verdicts")[0]
     assert not checked.links, checked.links
     return {verdict.node_id: verdict for verdict in checked.nodes}
 
@@ -88,7 +88,7 @@ def test_the_example_of_the_documentation_is_installed_and_checks_this_machine(t
     assert agent.wait() == 0, agent.stderr
     (verdict,) = verdicts(place.journal).values()
     assert verdict.fitness == "fit" and {m.stage for m in verdict.measured} == {"matmul", "bandwidth", "disk"}
-    assert place.journal.of(NodesChecked)[0].accelerator == "xxxx"
+    assert place.journal.of(CheckConcluded)[0].accelerator == "xxxx"
     assert "matmul" in agent.stdout and "fit" in agent.stdout, "the table"
 
     sick = place.start(env=env | {"XXXX_TOOL": tool.replace("_0_", "_5_")}, command=(*CHECK, "--rdzv-id", "sick"))
@@ -178,7 +178,7 @@ def test_a_link_that_loses_packets_or_delays_them_is_named_and_none_of_its_ends(
     with hosts(3) as net, fault(net[1], net[2]):
         agents = check_hosts(net, tmp_path)
         assert [agent.wait(LONG_S) for agent in agents] == [EXIT_UNFIT] * 3  # lost packets take their time
-    (record,) = Journal(tmp_path / "a" / "state").of(NodesChecked)
+    (record,) = Journal(tmp_path / "a" / "state").of(CheckConcluded)
     assert not bad(record.nodes), record.nodes
     assert [(link.first, link.second) for link in record.links] == [("b", "c")], record.links
     assert "the link between b and c is" in agents[0].stdout
@@ -201,7 +201,7 @@ def test_after_a_fault_the_suspect_is_checked_before_the_workers_start_again(tmp
     assert agent.wait() == 0
     (suspected,) = nodes.journal.of(NodeSuspected)
     assert suspected.node_id == "a" and "SIGSEGV" in suspected.why
-    checks = nodes.journal.of(NodesChecked)
+    checks = nodes.journal.of(CheckConcluded)
     assert [check.nodes[0].fitness for check in checks] == ["fit", "fit"]
     kinds = [type(record).__name__ for record in nodes.journal.records()]
-    assert kinds.index("NodeSuspected") < kinds.index("NodesChecked", kinds.index("NodesChecked") + 1)
+    assert kinds.index("NodeSuspected") < kinds.index("CheckConcluded", kinds.index("CheckConcluded") + 1)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from e2e.jobs import SCRIPTS, Place
-from holdfast.core.records import NumbersOdd, WorkerLost
+from holdfast.core.records import AnomalyFound, WorkerFailedRecord
+from support.jobs import SCRIPTS, Place
 
 NUMBERS = str(SCRIPTS / "odd_numbers.py")
 
@@ -18,11 +18,11 @@ def test_a_bad_number_is_repeated_then_skipped_and_a_flipped_bit_is_found_where_
     job = Place(tmp_path)
     agent = job.start("--standalone", "--nproc-per-node", "3", NUMBERS, "skip", "20")
     assert agent.wait() == 0, agent.stderr[-3000:]
-    odd = [(o.step, o.rank, o.outcome) for o in job.journal.of(NumbersOdd)]
+    odd = [(o.step, o.rank, o.outcome) for o in job.journal.of(AnomalyFound)]
     assert (4, 1, "repeated") in odd and (4, 1, "passed") in odd, "it was not so the second time"
     seventh = [(rank, outcome) for step, rank, outcome in odd if step == 7]
     assert {outcome for _, outcome in seventh} == {"repeated", "skipped"}
-    lost = [(record.failure.rank, record.failure.fault) for record in job.journal.of(WorkerLost)]
+    lost = [(record.failure.rank, record.failure.fault) for record in job.journal.of(WorkerFailedRecord)]
     assert [(rank, fault.name) for rank, fault in lost if fault] == [(1, "silent-corruption")]
     digests = {int(step): {line[3] for line in lines(job) if line[0] == step} for step, *_ in lines(job)}
     assert sorted(digests) == list(range(20)) and all(len(found) == 1 for found in digests.values()), "replicas agree"

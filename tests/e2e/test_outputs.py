@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from e2e.jobs import SCRIPTS, SPAWN, Place, free_port
+from support.jobs import SCRIPTS, SPAWN, Place, free_port
 
 PRINTS = str(SCRIPTS / "prints.py")
 TWO = ("--standalone", "--nproc-per-node", "2", *SPAWN)
 
 
-def console(job: Place, *flags: str, script: str = PRINTS, **choices: object) -> tuple[list[str], list[str]]:
+def console(job: Place, *flags: str, script: str = PRINTS, **choices: Any) -> tuple[list[str], list[str]]:
     """What workers' lines the agent showed on its stdout and its stderr."""
     agent = job.start(*TWO, *flags, script, **choices)
     assert agent.wait() == 0
@@ -56,7 +57,14 @@ def test_the_files_are_where_torchrun_puts_them(tmp_path: Path) -> None:
     for name in ("ours", "theirs"):
         job = Place(tmp_path / name)
         logs = tmp_path / name / "logs"
-        flags = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "named")
+        flags: tuple[str, ...] = (
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-endpoint",
+            f"127.0.0.1:{free_port()}",
+            "--rdzv-id",
+            "named",
+        )
         flags += ("--nproc-per-node", "2", "--max-restarts", "1", "--log-dir", str(logs), "-r", "3")
         agent = job.start(*flags, *SPAWN, PRINTS, "3") if name == "ours" else job.torchrun(*flags, PRINTS, "3")
         assert agent.wait() == 0

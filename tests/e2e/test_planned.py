@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from e2e.sessions import Run, assert_same_bits, assert_same_samples, undisturbed
-from holdfast.core.ladder import Strategy
-from holdfast.core.records import WorkerLost
+from holdfast.core.records import WorkerFailedRecord
+from holdfast.core.strategies import Strategy
+from support.sessions import Run, assert_same_bits, assert_same_samples, undisturbed
 
 STEPS = 200
 SLOTS = ["--slots", "6"]
-PAUSE = ["--pause", "0.03"]
+PAUSE = ["--pause", "0.03", "--until-hurry"]
 
 
 def assert_nothing_was_lost(run: Run, incidents: int) -> None:
     """Every change closed by a committed step, none of them a fault, and no step committed twice."""
     assert [incident.kind for incident in run.incidents] == ["planned"] * incidents
     assert all(incident.step >= 0 for incident in run.incidents)
-    assert not run.place.journal.of(WorkerLost) and not run.repeated()
-    assert run.place.journal.job().restarts_used == 0
+    assert not run.place.journal.of(WorkerFailedRecord) and not run.repeated()
+    assert run.place.journal.job().incidents.restarts_used == 0
 
 
 def join(run: Run, name: str, nnodes: str, *flags: str, features: str = "loader") -> None:

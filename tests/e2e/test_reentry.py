@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from e2e.jobs import SCRIPTS, AgentProcess, Place, agent_environment, free_port, wait_for
-from e2e.references import made_once
-from holdfast.core.ladder import Strategy
 from holdfast.core.records import IncidentClosed, NodeJoined
+from holdfast.core.strategies import Strategy
+from support.jobs import SCRIPTS, AgentProcess, Place, agent_environment, free_port, wait_for
+from support.references import made_once
 
 ELASTIC = str(SCRIPTS / "elastic.py")
 STEPS = 14
 BATCH = 24
-CLOSE = {"rtol": 1e-3, "atol": 1e-4}
+CLOSE: dict[str, Any] = {"rtol": 1e-3, "atol": 1e-4}
 """Another split sums in another order, and Adam's first steps are sensitive to it."""
 
 
@@ -56,7 +56,7 @@ class Run:
     def lines(self) -> list[Line]:
         words = [line.split() for line in (self.place.work / "ledger").read_text().splitlines()]
         told = [found for found in words if found[0] != "#"]
-        return [Line(*map(int, found[:5]), float(found[5]), tuple(map(int, found[6:]))) for found in told]
+        return [Line._make([*map(int, found[:5]), float(found[5]), tuple(map(int, found[6:]))]) for found in told]
 
     @property
     def entries(self) -> list[tuple[int, ...]]:
@@ -132,7 +132,7 @@ def test_it_shrinks_after_a_loss_and_grows_back(tmp_path: Path, reference: dict[
     assert len(survivors) == 2 and survivors < run.pids(STEPS - 1)
     assert run.strategies == [Strategy.ELASTIC_TRAINING] * 2
     assert len(run.entries) == 3 + 2 + 3 and not any(old for *_, old in run.entries), "the old model went first"
-    assert run.place.journal.job().restarts_used == 0
+    assert run.place.journal.job().incidents.restarts_used == 0
 
 
 @pytest.mark.long
@@ -216,7 +216,7 @@ def test_a_replicated_model_is_not_built_anew(tmp_path: Path) -> None:
     run = Run(tmp_path).through(3, "--fault", "forward:4:0:kill", "--world-at", "6:3", model="ddp")
     assert len(run.finals) == 3 and len(set(run.finals)) == 1
     assert run.worlds(4) == {2} and run.worlds(STEPS - 1) == {3}
-    assert len(run.entries) == 4, "three at the start, and the one that took the seat"
+    assert len(run.entries) == 4, "three at the start, and the one that took the rank"
 
 
 def test_a_group_that_cannot_follow_is_named(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Snapshots between hosts, over a network that can be cut (hosts.py)."""
+"""Snapshots between hosts, over a network that can be cut (support/hosts.py)."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from agent.bulk_process import tell, word
-from agent.test_replica_kills import newest
-from e2e.hosts import Host, hosts, why_not
+from snapshots.test_replica_kills import newest
+from support.bulk_process import tell, word
+from support.hosts import Host, hosts, why_not
 
 REASON = why_not()
 pytestmark = [
     pytest.mark.skipif(bool(REASON), reason=REASON or "hosts can be made"),
     pytest.mark.usefixtures("leak_guard"),
 ]
-PROCESS = Path(__file__).parents[1] / "agent" / "replica_process.py"
+PROCESS = Path(__file__).parents[1] / "support" / "replica_process.py"
 
 
 @contextlib.contextmanager
@@ -35,7 +35,7 @@ def started_on(host: Host, *words: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_a_network_that_is_cut_in_the_middle_leaves_a_whole_image_and_heals(tmp_path: Path) -> None:
-    root = tmp_path / "guests"
+    root = tmp_path / "replicas"
     with (
         hosts(2) as net,
         started_on(net[1], "hold", str(root), net[1].address) as holder,
@@ -55,7 +55,7 @@ def until_given_up(sender: subprocess.Popen[str], safe: int) -> int:
     """Until it says that its partner cannot be reached; the last step that was safe."""
     assert sender.stdout is not None
     for line in sender.stdout:
-        if "is not copied to b" in line:
+        if "cannot be copied to b" in line:
             return safe
         if line.startswith("safe "):
             safe = int(line.split()[1])

@@ -7,22 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from e2e.jobs import kill9, snapshot_dir, wait_for
-from e2e.sessions import Run, assert_same_bits, undisturbed
-from holdfast.cli import exit_codes
-from holdfast.core.ladder import Strategy
+from holdfast import exit_codes
 from holdfast.core.records import IncidentDecided
-from holdfast.storage.catalogue import Catalogue
+from holdfast.core.strategies import Strategy
+from holdfast.snapshots.slot_file import SlotPage
+from holdfast.storage.checkpoint_catalogue import CheckpointCatalogue
 from holdfast.storage.stores import open_store
-from holdfast.wire.slots import Seat
+from support.jobs import kill9, snapshot_dir, wait_for
+from support.sessions import Run, assert_same_bits, undisturbed
 
 LONG = 200
 
 
 def safe_steps() -> list[int]:
-    """By seat of the job: the newest step that is whole, its copy on the other node included."""
-    seats = [Seat.open(path.parent) for path in snapshot_dir().glob("*/*/seat-*/control")]
-    return [seat.get("whole") for seat in seats if seat.get("partners")]
+    """Return, by rank, the newest complete step, its copy on the other node included."""
+    pages = [SlotPage.open(path.parent) for path in snapshot_dir().glob("*/*/rank-*/control")]
+    return [page.get("complete") for page in pages if page.get("partners")]
 
 
 @pytest.mark.parametrize("how", [["--replicas", "1"], ["--replicas", "0", "--replica-parity", "2"]], ids=str)
@@ -30,7 +30,7 @@ def test_a_lost_node_comes_back_from_the_memory_of_another(tmp_path: Path, how: 
     flags = ["--spare-nodes", "1", *how, "--snapshots", "1"]
     run = Run(tmp_path)
     for name in ("a", "b", "spare"):
-        run.join(name, "fsdp", nnodes="2", steps=LONG, flags=flags, options=["--pause", "0.05"])
+        run.join(name, "fsdp", nnodes="2", steps=LONG, flags=flags, options=["--pause", "0.05", "--until-hurry"])
     run.wait_until_calm(2)
     run.wait_for_nodes("a", "b", "spare")
     lost = run.other_than_the_masters()
@@ -55,7 +55,7 @@ def test_every_checkpoint_that_is_due_is_made_while_snapshots_are_copied(tmp_pat
     for name in ("a", "b"):
         run.join(name, "fsdp", nnodes="2", steps=40, flags=flags, options=["--pause", "0.05"])
     run.finish()
-    found = Catalogue(open_store(str(directory))).list()
+    found = CheckpointCatalogue(open_store(str(directory))).list()
     steps = sorted(one.step for one in found.found)
     assert [step // 10 for step in steps] == [1, 2, 3, 4] and steps[-1] == 40, "one without a free slot is a step late"
     assert not found.damaged
@@ -63,7 +63,7 @@ def test_every_checkpoint_that_is_due_is_made_while_snapshots_are_copied(tmp_pat
 
 def test_a_job_that_ends_for_want_of_a_node_leaves_what_is_held_of_it_on_storage(tmp_path: Path) -> None:
     flags = ["--replicas", "1", "--snapshots", "1", "--checkpoint-dir", str(directory := tmp_path / "checkpoints")]
-    flags += ["--rdzv-conf", "join_timeout=8", "--silence-timeout", "2", "--heartbeat-interval", "0.5"]
+    flags += ["--rdzv-conf", "join_timeout=30", "--silence-timeout", "2", "--heartbeat-interval", "0.5"]
     run = Run(tmp_path)
     for name in ("a", "b"):
         run.join(name, "fsdp", nnodes="2", steps=LONG, flags=flags, options=["--pause", "0.05"])
@@ -76,7 +76,7 @@ def test_a_job_that_ends_for_want_of_a_node_leaves_what_is_held_of_it_on_storage
     kill9(worker)
     shutil.rmtree(next(snapshot_dir().glob(f"*/{lost}")))  # as its memory would be
     run.finish(code=exit_codes.NODES_MISSING)
-    catalogue = Catalogue(open_store(str(directory)))
+    catalogue = CheckpointCatalogue(open_store(str(directory)))
     (found,) = catalogue.list().found
     catalogue.verify(found)
     assert found.step > 5 and found.about.parts == 2

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from e2e.jobs import (
+from holdfast.core.records import (
+    IncidentClosed,
+    IncidentDecided,
+    Outcome,
+    Strategy,
+    ViewFormed,
+    WorkerFailedRecord,
+    WorkersStartedRecord,
+)
+from support.jobs import (
     DEADLINE_S,
     SCRIPTS,
     SPAWN,
@@ -17,15 +27,6 @@ from e2e.jobs import (
     kill9,
     marked_processes,
     wait_until_gone,
-)
-from holdfast.core.records import (
-    IncidentClosed,
-    IncidentDecided,
-    NodeStarted,
-    Outcome,
-    Strategy,
-    ViewFormed,
-    WorkerLost,
 )
 
 ENVIRONMENT = str(SCRIPTS / "environment.py")
@@ -37,13 +38,17 @@ def read_environments(job: Place, view: int) -> list[dict[str, str]]:
     return sorted((json.loads(path.read_text()) for path in paths), key=lambda env: int(env["RANK"]))
 
 
+def in_view(view: int) -> Callable[[WorkerFailedRecord], bool]:
+    return lambda lost: lost.failure.view == view
+
+
 def test_restarts_are_used_up_and_the_job_ends_with_the_last_failure(tmp_path: Path) -> None:
     job = Place(tmp_path)
     agent = job.start("--standalone", "--max-restarts", "2", *SPAWN, STEPS)
     for view in (1, 2, 3):
         job.journal.wait_for_workers(1, view)
         job.tell(0, f"exit {10 + view}")
-        job.journal.wait_for(WorkerLost, lambda lost, view=view: lost.failure.view == view)
+        job.journal.wait_for(WorkerFailedRecord, in_view(view))
     assert agent.wait() == 1
     end = job.journal.finished()
     assert end.outcome is Outcome.FAILED
@@ -94,7 +99,16 @@ def test_every_view_has_its_own_store_and_workers_know_their_restart(tmp_path: P
 def test_workers_of_two_nodes_find_all_that_torchrun_promises(tmp_path: Path) -> None:
     job = Place(tmp_path)
     port = free_port()
-    common = ("--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-id", "env-test")
+    common: tuple[str, ...] = (
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "2",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-id",
+        "env-test",
+    )
     common += ("--rdzv-endpoint", f"127.0.0.1:{port}", "--max-restarts", "3", "--role", "trainer", *SPAWN, ENVIRONMENT)
     agents = [job.start("--node-id", name, *common) for name in ("a", "b")]
     assert [agent.wait() for agent in agents] == [0, 0]
@@ -154,10 +168,10 @@ def test_real_training_starts_again_after_a_kill_and_ends_well(tmp_path: Path, v
     assert agent.wait(DEADLINE_S) == 0
     receipt = job.journal.of(IncidentClosed)[0]
     assert f"rank {victim} " in receipt.cause and "SIGKILL" in receipt.cause
-    assert len(job.journal.of(NodeStarted)) == 2
+    assert len(job.journal.of(WorkersStartedRecord)) == 2
 
 
-@pytest.mark.parametrize("helper", ["fork server", "store keeper"])
+@pytest.mark.parametrize("helper", ["fork server", "store host"])
 def test_a_helper_process_that_is_killed_costs_no_worker_and_no_restart(tmp_path: Path, helper: str) -> None:
     job = Place(tmp_path)
     agent = job.start("--standalone", "--nproc-per-node", "2", "--max-restarts", "1", str(SCRIPTS / "trains.py"))

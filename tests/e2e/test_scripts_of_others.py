@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e.jobs import SCRIPTS, Place
+from support.jobs import SCRIPTS, Place, free_port
 
 OTHERS = SCRIPTS / "others"
 FLAGS = ("--standalone", "--nproc-per-node", "2")
@@ -55,3 +55,33 @@ def test_a_module_of_a_package_runs(tmp_path: Path, method: str) -> None:
 def test_a_shell_script_runs(tmp_path: Path) -> None:
     printed = run(Place(tmp_path), "--no-python", str(OTHERS / "train.sh"), "hello", "w orld", method="forkserver")
     assert printed == [f"rank {rank} of 2 says hello w orld" for rank in (0, 1)]
+
+
+def test_a_script_may_meet_at_the_address_it_was_given_itself(tmp_path: Path) -> None:
+    """Before a restart and after it: the master passes clients of torch's store on to the view's store."""
+    printed: dict[str, list[str]] = {}
+    for name in ("torchrun", "holdfast"):
+        job, port, logs = Place(tmp_path / name), free_port(), tmp_path / f"{name}-logs"
+        static = ("--master-addr", "localhost", "--master-port", str(port), "--log-dir", str(logs), "-r", "3")
+        words = ["--nproc-per-node", "2", "--max-restarts", "1", *static, str(SCRIPTS / "by_tcp.py")]
+        words.append(f"tcp://localhost:{port}")
+        agent = job.torchrun(*words) if name == "torchrun" else job.start(*words, "fail once")
+        assert agent.wait() == 0, agent.stderr
+        attempt = "attempt_0" if name == "torchrun" else "attempt_1"
+        files = sorted(logs.glob(f"*/{attempt}/*/stdout.log"))
+        printed[name] = [line for file in files for line in file.read_text().splitlines()]
+    assert printed["holdfast"] == printed["torchrun"] == [f"rank {rank}: 3.0 at localhost" for rank in (0, 1)]
+
+
+SETS_FIRST = """
+import os
+os.environ["PYTORCH_JIT"] = "0"
+import torch
+print(type(torch.jit.script(lambda x: x)).__name__ if os.environ["RANK"] == "0" else "other")
+"""
+
+
+def test_variables_that_a_script_sets_before_it_imports_torch_have_their_effect(tmp_path: Path) -> None:
+    script = tmp_path / "sets_first.py"
+    script.write_text(SETS_FIRST)
+    assert run(Place(tmp_path / "holdfast"), str(script), method="forkserver") == ["function", "other"]

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from e2e.jobs import (
+from holdfast.core.records import NodeJoined, Outcome
+from support.jobs import (
     SPAWN,
     STEPS,
     Place,
@@ -17,7 +18,6 @@ from e2e.jobs import (
     wait_until_gone,
     wait_until_nothing_left,
 )
-from holdfast.core.records import NodeJoined, Outcome
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_nothing_outlives_an_agent_that_was_killed(tmp_path: Path, method: str) 
     agent = job.start("--standalone", "--nproc-per-node", "2", "--start-method", method, STEPS, "--ignore")
     pids = job.journal.wait_for_workers(2)
     job.wait_for_steps(*pids.values())
-    wait_for(lambda: any(process.is_store_keeper for process in marked_processes()), what="the store keeper")
+    wait_for(lambda: any(process.is_store_host for process in marked_processes()), what="the store host")
     seen = marked_processes()
     assert any(process.is_fork_server for process in seen)
     assert any(process.is_master for process in seen)

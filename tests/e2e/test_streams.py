@@ -7,13 +7,14 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from e2e.jobs import DEADLINE_S, SCRIPTS, agent_environment
-from e2e.references import made_once
-from e2e.sessions import Run
 from holdfast.core.records import ShardFailed, ShardQuarantined, ShardsLeased
+from support.jobs import DEADLINE_S, SCRIPTS, agent_environment
+from support.references import made_once
+from support.sessions import Run
 
 STREAMED = str(SCRIPTS / "streamed.py")
 SIZES = [90, 31, 64, 3, 77, 50, 12, 41, 88, 25, 60, 59]
@@ -61,7 +62,7 @@ def assert_exactly_once(run: Run, lost: range = range(0)) -> None:
     assert not run.repeated()
 
 
-def leases(run: Run) -> list:
+def leases(run: Run) -> list[Any]:
     return [lease for record in run.place.journal.of(ShardsLeased) for lease in record.leases]
 
 
@@ -88,7 +89,7 @@ def test_kills_in_the_middle_of_shards_change_nothing(tmp_path: Path, undisturbe
 
 
 def test_slots_move_when_the_world_shrinks_and_grows(tmp_path: Path, undisturbed: dict[int, list[int]]) -> None:
-    words = ["--threads", "0", "--fault", "read:5:1", "--fault", "forward:40:2", "--pause", "0.03"]
+    words = ["--threads", "0", "--fault", "read:5:1", "--fault", "forward:40:2", "--pause", "0.03", "--until-hurry"]
     run = StreamRun(tmp_path).begin(3, *words, flags=("--recovery", "elastic-training,exit"))
     for closed in (2, 4):
         run.wait_until_calm(3, closed=closed)
@@ -121,7 +122,7 @@ def test_a_checkpoint_has_the_leases_in_it(tmp_path: Path, undisturbed: dict[int
 def test_a_spoilt_shard_is_in_quarantine_in_the_journal_and_nothing_else_is_lost(tmp_path: Path) -> None:
     run = StreamRun(tmp_path).begin(2, "--spoilt", "4:30", "--threads", "0", "--fault", "read:12:1").finish()
     spoilt = str(run.place.work / "shards" / "004.jsonl")
-    quarantined = run.place.journal.of(ShardQuarantined)[0].trouble
+    quarantined = run.place.journal.of(ShardQuarantined)[0].problem
     assert (quarantined.shard, quarantined.cursor) == (spoilt, 30)
     assert quarantined.why == "ValueError: record 30 is spoilt"
     assert len(run.place.journal.of(ShardFailed)) >= 2

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.observe.failures import ViewFailures, failures_by_view, rows
-from observe.scenario import BOOM, COLLATERAL, JobOnDisk
+from support.scenario import BOOM, COLLATERAL, JobOnDisk
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 
 from holdfast.errors import UsageError
 from holdfast.journal import SqliteJournal
-from holdfast.observe.jobs import find_journal, is_held_here
-from observe.scenario import JobOnDisk
+from holdfast.observe.jobs import find_journal, is_locked_here
+from support.scenario import JobOnDisk
 
 
 def made(state_dir: Path, *job_ids: str) -> None:
@@ -101,13 +101,13 @@ def test_a_journal_that_was_put_aside_is_named_by_its_path(tmp_path: Path) -> No
 
 def test_a_master_is_seen_by_the_lock_it_holds_and_the_look_does_not_disturb_the_next_one(tmp_path: Path) -> None:
     job = JobOnDisk(tmp_path)
-    assert is_held_here(job.path)
+    assert is_locked_here(job.path)
     job.close()
-    assert not is_held_here(job.path)
+    assert not is_locked_here(job.path)
     SqliteJournal(job.path).close()
 
 
 def test_a_journal_without_its_lock_file_is_held_by_nobody(tmp_path: Path) -> None:
     job = JobOnDisk(tmp_path).close()
     job.path.with_suffix(".lock").unlink()
-    assert not is_held_here(job.path)
+    assert not is_locked_here(job.path)

@@ -1,4 +1,4 @@
-"""A live master as a source: real gRPC on loopback, a real journal behind it."""
+"""A live master as a source: a real connection on loopback, a real journal behind it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from holdfast.errors import AuthenticationError, HoldfastError, JournalError, UsageError, WireError
-from holdfast.journal import Entry, read_entries
+from holdfast.journal import JournalEntry, read_entries
 from holdfast.observe.remote import MasterSource
 from holdfast.observe.source import follow, read
-from holdfast.observe.tokens import Token, find_token
-from holdfast.wire.channel import Tls
-from observe.live import TOKEN, LiveAgent, LiveMaster
+from holdfast.observe.token_file import Token
+from holdfast.wire.control import Tls
+from support.live_master import TOKEN, LiveAgent, LiveMaster
 
-Page = list[Entry]
+Page = list[JournalEntry]
 
 
 def source(port: int, *, secret: str = TOKEN, **more: Any) -> MasterSource:
@@ -186,27 +186,3 @@ def self_signed(directory: Path) -> Tls:
 
 
 # --- the token
-
-
-def test_the_variable_comes_before_the_file_and_the_file_before_the_state_directory(tmp_path: Path) -> None:
-    file = tmp_path / "secret"
-    file.write_text("from-a-file\n")
-    (tmp_path / "token").write_text("from-the-state-directory\n")
-    assert find_token({"HOLDFAST_TOKEN": "said"}, file, tmp_path).secret == "said"
-    assert find_token({"HOLDFAST_TOKEN": " "}, file, tmp_path) == Token("from-a-file", f"the file {file}")
-    assert find_token({}, None, tmp_path).secret == "from-the-state-directory"
-
-
-def test_without_a_token_the_sentence_says_how_to_give_one_and_none_is_made(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="HOLDFAST_TOKEN, or name its file with --token-file"):
-        find_token({}, None, tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(("content", "why"), [(None, "No such file"), (b"", "is empty"), (b"\xff\xfe\xff", "not text")])
-def test_a_token_file_that_cannot_be_used_is_named(tmp_path: Path, content: bytes | None, why: str) -> None:
-    file = tmp_path / "secret"
-    if content is not None:
-        file.write_bytes(content)
-    with pytest.raises(UsageError, match=why):
-        find_token({}, file, tmp_path)

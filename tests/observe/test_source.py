@@ -10,9 +10,9 @@ import pytest
 
 from holdfast.core.records import JobFinished
 from holdfast.errors import JournalError
-from holdfast.journal import Entry
+from holdfast.journal import JournalEntry
 from holdfast.observe.source import JournalSource, follow, read
-from observe.scenario import JobOnDisk
+from support.scenario import JobOnDisk
 
 
 def test_reading_gives_everything_so_far(tmp_path: Path) -> None:
@@ -26,7 +26,7 @@ def test_reading_gives_everything_so_far(tmp_path: Path) -> None:
 def test_following_gives_each_record_once_and_ends_with_the_job(tmp_path: Path) -> None:
     job = JobOnDisk(tmp_path)
 
-    async def watch() -> list[Entry]:
+    async def watch() -> list[JournalEntry]:
         async with aclosing(follow(JournalSource(job.path))) as pages:
             seen = await anext(pages)
             assert len(seen) == 3
@@ -46,7 +46,7 @@ def test_following_gives_each_record_once_and_ends_with_the_job(tmp_path: Path) 
 def test_following_a_finished_job_ends_at_once(tmp_path: Path) -> None:
     job = JobOnDisk(tmp_path).join("a").start("a").succeed("a").close()
 
-    async def all_pages() -> list[list[Entry]]:
+    async def all_pages() -> list[list[JournalEntry]]:
         return [page async for page in follow(JournalSource(job.path))]
 
     assert asyncio.run(all_pages()) == [job.entries()]

@@ -11,10 +11,10 @@ from rich.console import Console
 
 from holdfast.cli.status import render
 from holdfast.core import events as e
-from holdfast.core.kept import KeptImage, Pacing
+from holdfast.core.durability import ImageReport, SnapshotStats
 from holdfast.core.records import Outcome, Strategy
 from holdfast.observe.summary import INCIDENTS_SHOWN_MAX, Summary, summarise
-from observe.scenario import BOOM, START, JobOnDisk, hello, life
+from support.scenario import BOOM, START, JobOnDisk, hello, incarnation_of
 
 
 def summary_of(job: JobOnDisk, *, later_s: float = 0.0) -> Summary:
@@ -40,7 +40,7 @@ def test_a_job_that_gathers_says_for_how_long_and_why(job: JobOnDisk) -> None:
     summary = summary_of(job.pass_s(7))
     assert (summary.phase, summary.view, summary.world_size) == ("gathering", 0, 0)
     assert summary.read_at - summary.since == 7
-    assert "no node is here yet" in summary.why
+    assert "not enough nodes have joined yet" in summary.why
     assert (summary.nodes_min, summary.nodes_max, summary.restarts_used, summary.restarts_max) == (1, 1, 0, 3)
 
 
@@ -62,24 +62,27 @@ def test_pids_of_an_earlier_view_are_not_shown_as_those_of_the_new_one(job: JobO
 def test_nodes_come_in_the_order_of_ranks_then_who_waits_then_who_is_gone(tmp_path: Path) -> None:
     job = JobOnDisk(tmp_path, nodes=(1, 2), workers=1)
     job.join("gone").pass_s(0.1).join("a").start("gone").start("a").pass_s(1).join("waits")
-    job.do(e.NodeSilent(node_id="gone", incarnation=life("gone"), silent_s=5.0))
+    job.do(e.NodeSilent(node_id="gone", incarnation=incarnation_of("gone"), silent_s=5.0))
     nodes = summary_of(job).nodes
     assert [(n.node_id, n.standing, n.group_rank) for n in nodes] == [
         ("waits", "present", 0),
         ("a", "present", 1),
         ("gone", "lost", None),
     ]
-    assert "nothing heard from it for 5.0 s" in nodes[2].why
+    assert "no heartbeat for 5.0 s" in nodes[2].why
     assert nodes[1].host == "host-a" and nodes[1].workers_max == 1
 
 
 def test_an_incident_is_open_until_the_workers_are_back(job: JobOnDisk) -> None:
     job.join("a").start("a").pass_s(60).fail("a", 1, failed_at=job.now - 0.012, **BOOM)
     incident = summary_of(job).open_incident
-    assert incident is not None and incident.strategy is Strategy.RESTART
+    assert incident is not None and incident.strategy is None, "nothing is decided before there is a store for it"
     assert incident.cause == "rank 1 on a exited with code 1: ValueError: boom"
     assert (incident.number, incident.kind, incident.since) == (1, "worker", job.now)
-    job.pass_s(0.015).offer("a").pass_s(0.403).start("a")
+    job.pass_s(0.015).offer("a")
+    incident = summary_of(job).open_incident
+    assert incident is not None and incident.strategy is Strategy.RESTART
+    job.pass_s(0.403).start("a")
     assert summary_of(job).open_incident is None
 
 
@@ -90,7 +93,7 @@ def test_a_closed_incident_has_its_receipt_and_phases_that_add_up(job: JobOnDisk
     assert list(incident.phases_s) == ["detected", "decided", "rebuilt", "workers up"]
     assert incident.phases_s["workers up"] == pytest.approx(0.403, abs=1e-3)
     assert sum(incident.phases_s.values()) == pytest.approx(incident.total_s)
-    assert "incident 1 over after 430 ms" in incident.receipt
+    assert "incident 1 closed after 430 ms" in incident.receipt
     assert (incident.view_before, incident.view_after, summary.restarts_used) == (1, 2, 1)
 
 
@@ -115,6 +118,7 @@ def test_only_the_last_incidents_are_listed_and_all_are_counted(tmp_path: Path) 
     summary = summary_of(job)
     assert [i.number for i in summary.incidents] == list(range(3, INCIDENTS_SHOWN_MAX + 3))
     assert summary.incidents_total == INCIDENTS_SHOWN_MAX + 2
+    assert summary.changes_total == 0
 
 
 def test_success_stops_the_clock(job: JobOnDisk) -> None:
@@ -132,22 +136,22 @@ def test_failure_has_its_root_cause_and_nobody_is_said_to_run(tmp_path: Path) ->
     cause = summary.ending.cause
     assert (summary.ending.exit_code, cause.rank, cause.exit_code) == (1, 1, 1)
     assert (cause.exception, cause.log_file) == ("ValueError", "/logs/stderr.log")
-    assert states(summary) == ["told-to-stop", "failed"]
+    assert states(summary) == ["stopping", "failed"]
     assert summary.open_incident is None, "the incident ended with the job"
 
 
 def test_workers_of_a_node_that_is_gone_are_not_said_to_run(tmp_path: Path) -> None:
     job = JobOnDisk(tmp_path, nodes=(2, 2), workers=1).join("a").join("b").start("a").start("b")
-    job.do(e.LinkBroke(node_id="b", incarnation=life("b")))
+    job.do(e.LinkBroke(node_id="b", incarnation=incarnation_of("b")))
     assert states(summary_of(job)) == ["running", "running"], "a broken connection is not in the journal"
-    lost = job.do(e.NodeSilent(node_id="b", incarnation=life("b"), silent_s=5.0))
+    lost = job.do(e.NodeSilent(node_id="b", incarnation=incarnation_of("b"), silent_s=5.0))
     summary = summary_of(lost)
     assert (summary.phase, states(summary)) == ("gathering", [])
 
 
 def test_when_a_job_ends_without_a_node_its_workers_are_unknown(tmp_path: Path) -> None:
     job = JobOnDisk(tmp_path, nodes=(2, 2), workers=1, restarts=0).join("a").join("b").start("a").start("b")
-    job.do(e.NodeSilent(node_id="b", incarnation=life("b"), silent_s=5.0), job.failed("a", **BOOM))
+    job.do(e.NodeSilent(node_id="b", incarnation=incarnation_of("b"), silent_s=5.0), job.failed("a", **BOOM))
     summary = summary_of(job)
     assert [(n.node_id, n.standing, n.group_rank) for n in summary.nodes] == [("a", "present", 0), ("b", "lost", 1)]
     assert (summary.phase, states(summary)) == ("finished", ["failed", "unknown"])
@@ -156,7 +160,7 @@ def test_when_a_job_ends_without_a_node_its_workers_are_unknown(tmp_path: Path) 
 def test_the_next_life_of_a_node_does_not_inherit_the_place_of_the_last(tmp_path: Path) -> None:
     job = JobOnDisk(tmp_path, nodes=(2, 2), workers=1).join("a").join("b").start("a").start("b")
     again = hello("b", job.settings, store_port=0, workers=1)
-    job.do(msgspec.structs.replace(again, incarnation="b.2", dead_lives=(life("b"),)))
+    job.do(msgspec.structs.replace(again, incarnation="b.2", dead_incarnations=(incarnation_of("b"),)))
     summary = summary_of(job)
     assert summary.phase == "serving", "no store is offered, so the next view has to wait"
     assert [(n.node_id, n.group_rank, len(n.workers)) for n in summary.nodes] == [("a", 0, 1), ("b", None, 0)]
@@ -169,28 +173,32 @@ def test_the_summary_survives_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pacing", "shown"),
+    ("snapshot_stats", "shown"),
     [
         (
-            Pacing(1, False, 1.0, 0.001, 40, 2, 1),
+            SnapshotStats(1, False, 1.0, 0.001, 40, 2, 1),
             "snapshots: after every step (a copy costs 0.1 % of a step: one after every step); 40 taken, 2 skipped, 1"
             " spoiled",
         ),
         (
-            Pacing(5, False, 1.0, 0.05, 8, 0, 0),
+            SnapshotStats(5, False, 1.0, 0.05, 8, 0, 0),
             "snapshots: every 5 steps (a copy costs 5.0 % of a step, a fault is due every 6000 h: one in 5 steps, what"
             " costs a hundredth); 8 taken, 0 skipped, 0 spoiled",
         ),
         (
-            Pacing(3, True, 1.0, 0.05, 1_234, 0, 0),
+            SnapshotStats(3, True, 1.0, 0.05, 1_234, 0, 0),
             "snapshots: every 3 steps (as --snapshots says); 1,234 taken, 0 skipped, 0 spoiled",
         ),
     ],
 )
-def test_how_often_the_state_is_copied_is_shown_and_why(job: JobOnDisk, pacing: Pacing, shown: str) -> None:
-    images = (KeptImage(7, 0, 1, 2, 1), KeptImage(7, 1, 1, 2, 1))
-    job.join("a").start("a").do(e.StateKept(node_id="a", incarnation=life("a"), images=images, pacing=pacing))
+def test_how_often_the_state_is_copied_is_shown_and_why(
+    job: JobOnDisk, snapshot_stats: SnapshotStats, shown: str
+) -> None:
+    images = (ImageReport(7, 0, 1, 2, 1), ImageReport(7, 1, 1, 2, 1))
+    job.join("a").start("a").do(
+        e.ImagesReported(node_id="a", incarnation=incarnation_of("a"), images=images, snapshot_stats=snapshot_stats)
+    )
     page = Console(width=1_000, file=io.StringIO(), record=True)
     page.print(render(summary_of(job)))
     assert shown in page.export_text().splitlines()
-    assert summary_of(job.succeed("a")).state.pacing == Pacing(), "memory goes with the job"
+    assert summary_of(job.succeed("a")).state.snapshot_stats == SnapshotStats(), "memory goes with the job"

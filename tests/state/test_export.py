@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 
 from holdfast.errors import CheckpointError, UsageError
 from holdfast.state.export import export
-from holdfast.state.parts import write_image
+from holdfast.state.partition import write_image
 from holdfast.state.tracked import Tracked
 from holdfast.state.tree import flatten
-from holdfast.storage.catalogue import Catalogue, Found
-from holdfast.storage.image import Piece, plan
-from holdfast.storage.manifest import About
+from holdfast.storage.checkpoint_catalogue import CheckpointCatalogue, FoundCheckpoint
+from holdfast.storage.checkpoint_writer import CheckpointWriter
+from holdfast.storage.image import TensorRegion, plan
+from holdfast.storage.manifest import CheckpointInfo
 from holdfast.storage.stores import open_store
-from holdfast.storage.writing import Writing
 
 
 class Model(torch.nn.Module):
@@ -42,16 +45,16 @@ def tracked(**more: Any) -> Tracked:
     return Tracked(model=model, optimizer=optimizer, **more)
 
 
-def saved(root: Path, state: Tracked, shares: int = 3) -> tuple[Catalogue, Found]:
+def saved(root: Path, state: Tracked, shares: int = 3) -> tuple[CheckpointCatalogue, FoundCheckpoint]:
     """As data parallel ranks save it: each a share."""
     store = open_store(str(root))
     flat = state.state()
-    with Writing(store, About(step=5, world_size=shares, shares=shares), "a") as writing:
+    with CheckpointWriter(store, CheckpointInfo(step=5, world_size=shares, shares=shares), "a") as writing:
         for share in range(shares):
             writing.write_part(share, memoryview(write_image(flat, shares, share)))
         found = writing.publish()
     assert found is not None
-    return Catalogue(store), found
+    return CheckpointCatalogue(store), found
 
 
 def test_one_file_has_every_tensor(tmp_path: Path) -> None:
@@ -61,7 +64,7 @@ def test_one_file_has_every_tensor(tmp_path: Path) -> None:
     assert export(catalogue, found, target) == [target]
     loaded = load_file(target)
     model = state.modules()["model"]
-    assert torch.equal(loaded["model.middle.weight"], model.middle.weight)
+    assert torch.equal(loaded["model.middle.weight"], model.get_parameter("middle.weight"))
     assert any(name.startswith("optimizer.state.middle.weight.exp_avg") for name in loaded)
     assert loaded["model.norm.num_batches_tracked"].dtype == torch.int64
 
@@ -79,7 +82,7 @@ def test_the_model_alone_is_loaded_by_safetensors_own_loader(tmp_path: Path, sha
         assert file.metadata()["head.weight"] == "embedding.weight"
 
 
-def test_a_cast_leaves_whole_numbers_alone(tmp_path: Path) -> None:
+def test_a_cast_leaves_integers_alone(tmp_path: Path) -> None:
     state = tracked()
     catalogue, found = saved(tmp_path / "run", state)
     export(catalogue, found, tmp_path / "m.safetensors", model="model", dtype=torch.bfloat16)
@@ -122,7 +125,7 @@ def test_what_is_there_is_replaced_by_force_only_and_never_what_is_no_export(tmp
     assert (tmp_path / "set" / "thesis.tex").exists()
 
 
-def test_which_of_several_models_must_be_said(tmp_path: Path) -> None:
+def test_which_of_several_models_must_be_given(tmp_path: Path) -> None:
     catalogue, found = saved(tmp_path / "run", Tracked(teacher=torch.nn.Linear(2, 2), student=torch.nn.Linear(3, 3)))
     with pytest.raises(UsageError, match="teacher, student"):
         export(catalogue, found, tmp_path / "m.safetensors", model="")
@@ -132,14 +135,26 @@ def test_which_of_several_models_must_be_said(tmp_path: Path) -> None:
     assert load_file(tmp_path / "m.safetensors")["weight"].shape == (3, 3)
 
 
-def test_shards_of_rows_and_columns_become_the_whole_tensor_again(tmp_path: Path) -> None:
+def test_shards_of_rows_and_columns_become_the_full_tensor_again(tmp_path: Path) -> None:
     whole = torch.arange(60, dtype=torch.float32).view(10, 6)
-    store = open_store(str(tmp_path / "run"))
     regions = [(slice(0, 7), slice(0, 4)), (slice(7, 10), slice(0, 4)), (slice(0, 10), slice(4, 6))]
-    with Writing(store, About(step=5, world_size=3, shards=3), "a") as writing:
+    catalogue, found = in_regions(tmp_path / "run", whole, regions)
+    export(catalogue, found, tmp_path / "m.safetensors", model="")
+    assert torch.equal(load_file(tmp_path / "m.safetensors")["weight"], whole)
+
+
+def in_regions(
+    root: Path, whole: torch.Tensor, regions: Sequence[tuple[slice, slice]], shards: int | None = None
+) -> tuple[CheckpointCatalogue, FoundCheckpoint]:
+    """A checkpoint in which each part has one region of a weight."""
+    store = open_store(str(root))
+    cut = shards or len(regions)
+    with CheckpointWriter(
+        store, CheckpointInfo(step=5, world_size=3, shards=cut, shares=len(regions) // cut), "a"
+    ) as writing:
         for number, region in enumerate(regions):
-            piece, local = _piece(region, whole), whole[region].contiguous()
-            layout = plan([piece], 4096, {})
+            local = whole[region].contiguous()
+            layout = plan([_piece(region, whole)], 4096, {})
             buffer = memoryview(bytearray(layout.size_bytes))
             layout.frame(buffer)
             layout.put_skeleton(buffer, flatten({"model": {"weight": local}}).skeleton)
@@ -148,19 +163,66 @@ def test_shards_of_rows_and_columns_become_the_whole_tensor_again(tmp_path: Path
             writing.write_part(number, buffer)
         found = writing.publish()
     assert found is not None
-    export(Catalogue(store), found, tmp_path / "m.safetensors", model="")
+    return CheckpointCatalogue(store), found
+
+
+def test_overlapping_parts_that_add_up_to_the_right_count_but_lack_rows_are_refused(tmp_path: Path) -> None:
+    whole = torch.arange(60, dtype=torch.float32).view(10, 6)
+    regions = [(slice(0, 6), slice(0, 6)), (slice(4, 8), slice(0, 6))]  # 10 rows in all, and rows 8 and 9 are in none
+    catalogue, found = in_regions(tmp_path / "run", whole, regions)
+    with pytest.raises(CheckpointError, match=r"weight is not complete: .* rows 8 to 9 of 10"):
+        export(catalogue, found, tmp_path / "m.safetensors", model="")
+    assert not (tmp_path / "m.safetensors").exists()
+    with pytest.raises(CheckpointError, match=r"rows 8 to 9 of 10 of model\.weight"):
+        catalogue.verify(found)
+    assert [finding.matters for finding in catalogue.inspect(found)] == [True]
+    assert catalogue.latest(on_damage=lambda _: None) is None
+
+
+def test_what_each_of_two_shards_has_in_shares_of_its_own_is_exported(tmp_path: Path) -> None:
+    """A tensor that is not sharded, of HSDP: both shards have it, each cut into shares by what else the shard holds."""
+    whole = torch.arange(60, dtype=torch.float32).view(10, 6)
+    rows = [slice(0, 6), slice(0, 5), slice(6, 10), slice(5, 10)]  # shard 0 and 1 of share 0, then of share 1
+    catalogue, found = in_regions(tmp_path / "run", whole, [(one, slice(0, 6)) for one in rows], shards=2)
+    export(catalogue, found, tmp_path / "m.safetensors", model="")
     assert torch.equal(load_file(tmp_path / "m.safetensors")["weight"], whole)
+    catalogue.verify(found)
 
 
-def _piece(region: tuple[slice, slice], whole: torch.Tensor) -> Piece:
-    return Piece(
+spans = st.tuples(st.integers(0, 5), st.integers(0, 5)).map(lambda pair: slice(min(pair), max(pair)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(regions=st.lists(st.tuples(spans, spans), min_size=1, max_size=7))
+def test_any_regions_are_exported_exactly_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, regions: list[tuple[slice, slice]]
+) -> None:
+    whole = torch.arange(1, 26, dtype=torch.float32).view(5, 5)
+    is_there = torch.zeros(5, 5, dtype=torch.bool)
+    for region in regions:
+        is_there[region] = True
+    root = tmp_path_factory.mktemp("export")
+    catalogue, found = in_regions(root / "run", whole, regions)
+    if is_there.all():
+        export(catalogue, found, root / "m.safetensors", model="")
+        assert torch.equal(load_file(root / "m.safetensors")["weight"], whole)
+        catalogue.verify(found)
+        return
+    with pytest.raises(CheckpointError, match="weight is not complete"):
+        export(catalogue, found, root / "m.safetensors", model="")
+    with pytest.raises(CheckpointError, match="no part has"):
+        catalogue.verify(found)
+
+
+def _piece(region: tuple[slice, slice], whole: torch.Tensor) -> TensorRegion:
+    return TensorRegion(
         name="model.weight",
         path=("model", "weight"),
         index=0,
         dtype="float32",
         shape=tuple(part.stop - part.start for part in region),
         offsets=tuple(part.start for part in region),
-        whole=tuple(whole.shape),
+        full_shape=tuple(whole.shape),
     )
 
 

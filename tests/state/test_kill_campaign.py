@@ -17,7 +17,7 @@ KILLS = {"storage": 140, "memory": 40, "sharded": 30, "replicate": 42, "parity":
 
 
 @pytest.mark.parametrize("phase", KILLS)
-def test_some_whole_state_survives_every_kill(tmp_path: Path, phase: str) -> None:
+def test_a_complete_state_survives_every_kill(tmp_path: Path, phase: str) -> None:
     output = tmp_path / "result.json"
     temporary = tmp_path / "runs"
     temporary.mkdir()

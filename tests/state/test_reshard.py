@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from holdfast.errors import StateError
+from holdfast.state.dtensors import Sharded, TensorSharding, local_region
 from holdfast.state.reshard import Fetch, needed, reshard
-from holdfast.state.sharded import Layout, Sharded, region
 from holdfast.state.tracked import Tracked
-from holdfast.state.tree import Flat, flatten
+from holdfast.state.tree import FlatTree, flatten
 
 SCRIPT = Path(__file__).parent / "scripts" / "reshard_worlds.py"
 
@@ -42,23 +42,23 @@ def test_regions_are_those_of_torch_chunk(rows: int, size: int) -> None:
     whole = torch.arange(rows)
     chunks = [*torch.chunk(whole, size), *[whole[:0]] * size]
     for place in range(size):
-        (part,) = region(Layout((rows,), ("S0",), (), (size,), (place,)))
+        (part,) = local_region(TensorSharding((rows,), ("S0",), (), (size,), (place,)))
         assert torch.equal(whole[part], chunks[place])
 
 
 def cut(tensor: torch.Tensor, size: int, place: int) -> Sharded:
-    layout = Layout(tuple(tensor.shape), ("S0",), (), (size,), (place,))
-    return Sharded(tensor[region(layout)].clone(), layout)
+    layout = TensorSharding(tuple(tensor.shape), ("S0",), (), (size,), (place,))
+    return Sharded(tensor[local_region(layout)].clone(), layout)
 
 
-def shards_of(model: nn.Module, size: int) -> list[Flat]:
+def shards_of(model: nn.Module, size: int) -> list[FlatTree]:
     return [
         flatten({"model": {name: cut(value, size, place) for name, value in model.state_dict().items()}})
         for place in range(size)
     ]
 
 
-def fetch_from(flats: list[Flat]) -> Fetch:
+def fetch_from(flats: list[FlatTree]) -> Fetch:
     return lambda shard, index: flats[shard].tensors[index]
 
 
@@ -82,8 +82,19 @@ def test_only_what_is_needed_is_fetched_one_at_a_time() -> None:
 def test_a_missing_shard_is_noticed() -> None:
     flats = shards_of(nn.Linear(3, 5), 3)
     known = {shard: flats[shard].skeleton for shard in (0, 2)}
-    with pytest.raises(StateError, match=r"model\.weight is not whole"):
+    with pytest.raises(StateError, match=r"model\.weight is not complete"):
         reshard(known, fetch_from(flats), Tracked(model=nn.Linear(3, 5)))
+
+
+def test_overlapping_shards_that_add_up_to_the_right_count_but_lack_rows_are_refused() -> None:
+    saved, live = nn.Linear(3, 6), nn.Linear(3, 6)
+    cuts = [(2, 0), (3, 1), (6, 5)]  # rows 0 to 2, 2 to 3, and 5: six rows in all, and row 4 is in none
+    flats = [shards_of(saved, size)[place] for size, place in cuts]
+    with pytest.raises(StateError, match=r"model\.weight is not complete.* row 4 of 6"):
+        reshard([flat.skeleton for flat in flats], fetch_from(flats), Tracked(model=live))
+    flats.append(shards_of(saved, 3)[2])
+    reshard([flat.skeleton for flat in flats], fetch_from(flats), Tracked(model=live))
+    assert torch.equal(live.weight, saved.weight) and torch.equal(live.bias, saved.bias)
 
 
 def test_replicas_stand_in_for_one_another() -> None:
@@ -94,14 +105,14 @@ def test_replicas_stand_in_for_one_another() -> None:
         place = (rank // 2, rank % 2)
         state = {}
         for name, value in saved.state_dict().items():
-            layout = Layout(tuple(value.shape), ("R", "S0"), (), (2, 2), place)
-            state[name] = Sharded(value[region(layout)].clone(), layout)
+            layout = TensorSharding(tuple(value.shape), ("R", "S0"), (), (2, 2), place)
+            state[name] = Sharded(value[local_region(layout)].clone(), layout)
         flats.append(flatten({"model": state}))
     reshard({rank: flats[rank].skeleton for rank in (0, 3)}, fetch_from(flats), Tracked(model=live))
     assert torch.equal(live.weight, saved.weight) and torch.equal(live.bias, saved.bias)
 
 
-def test_gradients_of_an_accumulation_are_cut_anew() -> None:
+def test_gradients_of_an_accumulation_are_resharded() -> None:
     saved, live = nn.Linear(3, 5), nn.Linear(3, 5)
     gradients = {str(index): torch.randn_like(item) for index, item in enumerate(saved.parameters())}
     flats = [
@@ -129,7 +140,7 @@ def test_shards_of_other_models_are_refused() -> None:
         reshard([flat.skeleton for flat in mixed], fetch_from(mixed), Tracked(model=nn.Linear(3, 5)))
     with pytest.raises(StateError, match="no shard"):
         reshard([], fetch_from([]), Tracked(model=nn.Linear(3, 5)))
-    wrong = [Flat(flat.skeleton, [tensor[:1] for tensor in flat.tensors]) for flat in flats]
+    wrong = [FlatTree(flat.skeleton, [tensor[:1] for tensor in flat.tensors]) for flat in flats]
     with pytest.raises(StateError, match="was fetched as"):
         reshard([flat.skeleton for flat in wrong], fetch_from(wrong), Tracked(model=nn.Linear(3, 5)))
 

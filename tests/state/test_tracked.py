@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 from holdfast.data.loader import Loader
 from holdfast.errors import StateError
 from holdfast.state.tracked import Tracked
-from holdfast.state.tree import Flat, flatten
+from holdfast.state.tree import FlatTree, flatten
 
 Optimizer = torch.optim.Optimizer
 schedulers = torch.optim.lr_scheduler
@@ -52,6 +52,7 @@ class Counting(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.calls: torch.Tensor
         self.register_buffer("calls", torch.zeros(()), persistent=False)
         self.extra = 0
 
@@ -102,12 +103,12 @@ class Run:
         self.ema.update_parameters(self.model)
         return loss
 
-    def copy(self) -> Flat:
+    def copy(self) -> FlatTree:
         flat = self.tracked.state()
-        return Flat(flat.skeleton, [tensor.clone() for tensor in flat.tensors])
+        return FlatTree(flat.skeleton, [tensor.clone() for tensor in flat.tensors])
 
 
-def assert_same(a: Flat, b: Flat) -> None:
+def assert_same(a: FlatTree, b: FlatTree) -> None:
     assert a.skeleton == b.skeleton
     for left, right in zip(a.tensors, b.tensors, strict=True):
         assert left.dtype == right.dtype and torch.equal(left, right)
@@ -162,7 +163,7 @@ def test_live_tensors_stay_the_objects_they_are() -> None:
     assert_same(run.copy(), saved)
 
 
-def test_the_saved_tensors_are_not_kept() -> None:
+def test_the_saved_tensors_are_not_referenced_afterwards() -> None:
     run, other = Run(), Run(seed=1)
     run.train(0)
     saved = run.copy()
@@ -238,6 +239,29 @@ def test_an_optimizer_with_its_own_state_dict_is_left_to_itself() -> None:
     one, two = Hooked(model.parameters(), 0.5), Hooked(model.parameters(), 0.1)
     Tracked(model=model, optimizer=two).load(Tracked(model=model, optimizer=one).state())
     assert two.param_groups[0]["lr"] == 0.5
+
+
+def test_optimizers_that_share_groups_and_state_share_them_afterwards() -> None:
+    """As an optimizer does that updates by another one: a scheduler of the outer one sets the inner one's rate."""
+
+    def made(steps: int) -> tuple[Tracked, Optimizer, Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        inner = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        outer = torch.optim.SGD(inner.param_groups, 0.1)
+        outer.param_groups, outer.state = inner.param_groups, inner.state
+        for _ in range(steps):
+            model(torch.ones(1, 3)).sum().backward()
+            inner.step()
+            outer.param_groups[0]["lr"] *= 0.5
+        return Tracked(model=model, outer=outer, inner=inner), outer, inner
+
+    source, _, _ = made(3)
+    fresh, outer, inner = made(0)
+    fresh.load(source.state())
+    assert outer.param_groups is inner.param_groups and outer.state is inner.state
+    assert inner.param_groups[0]["lr"] == 0.1 * 0.5**3
+    assert_same(fresh.state(), source.state())
 
 
 @pytest.mark.parametrize(
@@ -342,6 +366,7 @@ def test_gradients_by_the_rule(is_after_update: bool) -> None:
     assert model[1].weight.grad is None and model[1].bias.grad is None
     assert model[0].weight.grad is gradient
     expected = torch.zeros(2, 2) if is_after_update else before
+    assert isinstance(gradient, torch.Tensor) and isinstance(expected, torch.Tensor)
     assert torch.equal(gradient, expected)
     assert model[0].bias.grad is not None
 

@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import StateError
-from holdfast.state.sharded import Layout, Sharded
+from holdfast.state.dtensors import Sharded, TensorSharding
 from holdfast.state.tree import DTYPES, VERSION, describe, dotted, flatten, specs, unflatten
 
 NUMPY_DTYPES = ("<f4", ">f8", "|b1", "<i8", "<u2", "<c8", "|S3", "<U2")
@@ -70,7 +70,9 @@ def arrays(draw: st.DrawFn) -> Any:
 def shards(draw: st.DrawFn) -> Sharded:
     size, place = 3, draw(st.integers(0, 2))
     local = torch.ones(1 if place < 2 else 0, 2)
-    return Sharded(local, Layout((2, 2), ("R", "S0"), draw(st.sampled_from([(), ("a", "b")])), (1, size), (0, place)))
+    return Sharded(
+        local, TensorSharding((2, 2), ("R", "S0"), draw(st.sampled_from([(), ("a", "b")])), (1, size), (0, place))
+    )
 
 
 leaves = st.one_of(
@@ -203,7 +205,7 @@ class Foo:
         ({"a": 1 << 100_000}, "a is an integer of 100001 bits"),
     ],
 )
-def test_what_cannot_be_kept_is_named(value: Any, message: str) -> None:
+def test_values_that_cannot_be_saved_are_named(value: Any, message: str) -> None:
     with pytest.raises(StateError, match=message):
         flatten(value)
 
@@ -221,7 +223,7 @@ def test_a_state_that_contains_itself_is_refused() -> None:
         flatten(value)
 
 
-def test_tensors_are_the_live_ones_and_tied_ones_are_kept_once() -> None:
+def test_tensors_are_the_live_ones_and_tied_ones_are_stored_once() -> None:
     weight = torch.nn.Parameter(torch.ones(2, 3))
     flat = flatten({"a": weight, "b": weight.detach(), "c": weight.detach().t()})
     assert [dotted(spec.path) for spec in describe(flat)] == ["a", "c"]

@@ -10,12 +10,12 @@ from threading import Thread
 import pytest
 
 from holdfast.errors import StorageError
-from holdfast.storage.catalogue import Catalogue
+from holdfast.storage.checkpoint_catalogue import CheckpointCatalogue
 from holdfast.storage.retention import LastN
 from holdfast.storage.stores import Store, open_store
-from storage.azure import Azurite, find_program
-from storage.contracts import check_store
-from storage.saves import save
+from support.azure import Azurite, find_program
+from support.saves import save
+from support.store_contract import check_store
 
 pytest.importorskip("obstore")
 
@@ -38,10 +38,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Azurite]:
 
 @pytest.fixture
 def store(server: Azurite) -> Store:
-    return open_store(f"az://checkpoints/{secrets.token_hex(4)}", patience_s=20.0)
+    return open_store(f"az://checkpoints/{secrets.token_hex(4)}", retry_for_s=20.0)
 
 
-def steps(catalogue: Catalogue) -> list[int]:
+def steps(catalogue: CheckpointCatalogue) -> list[int]:
     return [found.step for found in catalogue.list().found]
 
 
@@ -50,7 +50,7 @@ def test_azure_keeps_the_promises_of_a_store(store: Store) -> None:
 
 
 def test_checkpoints_are_saved_listed_verified_pinned_and_pruned(store: Store) -> None:
-    catalogue = Catalogue(store)
+    catalogue = CheckpointCatalogue(store)
     for step in (1, 2, 3):
         save(store, step)
     latest = catalogue.latest(on_damage=pytest.fail)
@@ -69,16 +69,16 @@ def test_of_two_attempts_at_a_step_one_is_published(store: Store) -> None:
     for thread in threads:
         thread.join()
     assert len(found) == 2 and len(set(found)) == 1
-    assert Catalogue(store).open(7).manifest.nonce == found[0]
+    assert CheckpointCatalogue(store).open(7).manifest.nonce == found[0]
 
 
 def test_what_is_wrong_is_one_sentence(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    elsewhere = open_store("az://nowhere/run", patience_s=1.0)
+    elsewhere = open_store("az://nowhere/run", retry_for_s=1.0)
     with pytest.raises(StorageError, match="there is no such bucket"):
         elsewhere.put_new("a", b"x")
     with pytest.raises(StorageError, match="there is no such bucket"):
         elsewhere.names("a")
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", base64.b64encode(secrets.token_bytes(64)).decode())
-    stranger = open_store("az://checkpoints/run", patience_s=1.0)
+    stranger = open_store("az://checkpoints/run", retry_for_s=1.0)
     with pytest.raises(StorageError, match="does not accept our credentials"):
         stranger.put_new("a", b"x")

@@ -12,11 +12,12 @@ import pytest
 from crc32c import crc32c
 
 from holdfast.errors import CheckpointError
-from holdfast.storage.manifest import METADATA, Note, decode, note_file
+from holdfast.snapshots.slot_file import PAGE_BYTES, SLOTS, SlotPage, SlotStatus
+from holdfast.storage.checkpoint_writer import CheckpointWriter
+from holdfast.storage.manifest import METADATA, ManifestNote, decode, note_file
 from holdfast.storage.stores import open_store
-from holdfast.storage.writing import Writing
-from holdfast.wire.slots import PAGE_BYTES, SLOTS, Record, Seat, Status
-from storage.saves import about, flip, image, saved
+from support.saves import about, flip, image, saved
+from support.slot_records import slot_record
 
 SAMPLED = 61
 """Where a look at a file takes a while, one bit in so many bytes, each time another of the eight."""
@@ -30,17 +31,17 @@ def flips(raw: bytes) -> Iterator[bytes]:
 
 
 def test_every_bit_of_a_note(tmp_path: Path) -> None:
-    with Writing(open_store(str(tmp_path)), about(1), "job-1") as writing:
+    with CheckpointWriter(open_store(str(tmp_path)), about(1), "job-1") as writing:
         writing.write_part(0, image(100))
         (note,) = tmp_path.glob(f"*/{note_file(0)}")
         for changed in flips(note.read_bytes()):
             with pytest.raises(CheckpointError):
-                decode(changed, Note, "it")
+                decode(changed, ManifestNote, "it")
 
 
 def test_a_checkpoint_with_a_damaged_note_is_not_published_and_another_attempt_is(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
-    with Writing(store, about(1), "job-1") as writing:
+    with CheckpointWriter(store, about(1), "job-1") as writing:
         for number in range(2):
             writing.write_part(number, image(100 + number))
         (path,) = tmp_path.glob(f"*/{note_file(1)}")
@@ -75,21 +76,23 @@ def test_every_bit_of_what_only_stock_readers_read(tmp_path: Path) -> None:
 
 def test_every_bit_of_the_records_of_slots(tmp_path: Path) -> None:
     """A slot whose record is damaged counts as empty; the other one stays what it is."""
-    seat = Seat.create(tmp_path / "seat-0")
-    records = {slot: Record(Status.SEALED, 40 + slot, 3, slot, 2, 1, 8192, 7, 0, 0, 123) for slot in range(SLOTS)}
+    slots = SlotPage.create(tmp_path / "rank-0")
+    records = {
+        slot: slot_record(SlotStatus.SEALED, 40 + slot, 3, slot, 2, 1, 8192, 7, 0, 0, 123) for slot in range(SLOTS)
+    }
     for slot, record in records.items():
-        seat.write(slot, record)
-    page = tmp_path / "seat-0" / "control"
+        slots.write(slot, record)
+    page = tmp_path / "rank-0" / "control"
     raw = page.read_bytes()
     assert len(raw) == PAGE_BYTES
     with page.open("r+b", buffering=0) as file:
         for position in range(PAGE_BYTES * 8):
             file.seek(position // 8)
             file.write(bytes([raw[position // 8] ^ 1 << position % 8]))
-            found = seat.sealed()
+            found = slots.sealed()
             assert all(records[slot] == record for slot, record in found.items())
             assert len(found) >= SLOTS - 1
             file.seek(position // 8)
             file.write(raw[position // 8 : position // 8 + 1])
-    assert seat.sealed() == records
-    seat.close()
+    assert slots.sealed() == records
+    slots.close()

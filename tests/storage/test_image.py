@@ -13,17 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import CheckpointError
-from holdfast.storage import image as image_module
-from holdfast.storage.image import BLOCK_BYTES, Layout, block_checksums, parse, plan, roomy
-from holdfast.storage.pieces import ITEM_BYTES
-from holdfast.storage.sources import MemoryPart
-from storage.images import image_of, piece
+from holdfast.storage.header import ITEM_BYTES
+from holdfast.storage.image import ImageLayout, capacity_for, parse, plan
+from holdfast.storage.part_readers import MemoryPart
+from holdfast.util.blocks import block_checksums
+from support.small_images import image_of, region
 
 SHAPES: list[tuple[int, ...]] = [(), (3, 5), (0, 2), (1,), (7, 1, 2)]
 
 
-def small() -> tuple[Layout, bytearray]:
-    return image_of([piece("model.weight", "float32", (3, 2)), piece("model.step", "int64", (), 1)])
+def small() -> tuple[ImageLayout, bytearray]:
+    return image_of([region("model.weight", "float32", (3, 2)), region("model.step", "int64", (), 1)])
 
 
 def reading(image: bytes | bytearray) -> Callable[[int, int], bytes]:
@@ -32,7 +32,7 @@ def reading(image: bytes | bytearray) -> Callable[[int, int], bytes]:
 
 @pytest.mark.parametrize("dtype", ITEM_BYTES)
 def test_what_was_planned_is_parsed(dtype: str) -> None:
-    layout, image = image_of([piece(f"x.{at}", dtype, shape, at) for at, shape in enumerate(SHAPES)])
+    layout, image = image_of([region(f"x.{at}", dtype, shape, at) for at, shape in enumerate(SHAPES)])
     assert parse(reading(image), len(image)) == layout
     assert layout.size_bytes % 4096 == 0 and all(entry.start % 64 == 0 for entry in layout.entries)
     assert layout.skeleton(memoryview(image)) == b"skeleton" and layout.about == {"job": "a test"}
@@ -62,14 +62,14 @@ def test_framing_leaves_values_and_skeleton_and_may_be_repeated() -> None:
     assert noise == before, "every byte is somebody's"
 
 
-def test_a_skeleton_has_room_to_grow_and_an_end() -> None:
-    layout = plan([], roomy(1000))
+def test_a_skeleton_can_grow_up_to_its_capacity() -> None:
+    layout = plan([], capacity_for(1000))
     image = memoryview(bytearray(layout.size_bytes))
     for content in (b"a" * 1000, b"b" * 2000, b"", b"c" * (layout.skeleton_capacity - 8)):
-        assert layout.holds(content)
+        assert layout.fits(content)
         layout.put_skeleton(image, content)
         assert layout.skeleton(image) == content
-    assert not layout.holds(b"c" * (layout.skeleton_capacity - 7))
+    assert not layout.fits(b"c" * (layout.skeleton_capacity - 7))
     with pytest.raises(CheckpointError, match="does not fit"):
         layout.put_skeleton(image, b"c" * (layout.skeleton_capacity - 7))
     with pytest.raises(CheckpointError, match="does not fit"):
@@ -172,7 +172,7 @@ FORGERIES: list[tuple[Callable[[dict[str, Any]], None], str]] = [
     (change_listed("model.weight", "data_offsets", [2**62, 2**62 + 24]), "sizes of model.weight"),
     (change_listed("model.weight", "dtype", "F64"), "place of model.weight"),
     (change_listed("model.weight", "shape", "three"), "cannot be read"),
-    (change_listed("__holdfast__.skeleton", "data_offsets", [0, 4]), "no room for the skeleton"),
+    (change_listed("__holdfast__.skeleton", "data_offsets", [0, 4]), "too little space for the skeleton"),
     (change_listed("__holdfast__.skeleton", "data_offsets", [0, 2**40]), "beyond its end"),
     (change_listed("__holdfast__.skeleton", "data_offsets", [-1, 100]), "beyond its end"),
 ]
@@ -195,7 +195,7 @@ def test_json_that_is_no_header_is_a_sentence(content: bytes) -> None:
         parse(reading(forged(image, content)), len(image))
 
 
-def test_an_image_that_is_cut_short_is_a_sentence() -> None:
+def test_a_truncated_image_is_a_sentence() -> None:
     _, image = small()
     for size in (*range(0, len(image), 37), len(image) - 1):
         with pytest.raises(CheckpointError):
@@ -204,7 +204,7 @@ def test_an_image_that_is_cut_short_is_a_sentence() -> None:
         MemoryPart(memoryview(image + b"x"))
 
 
-def test_a_skeleton_that_claims_more_than_its_room_is_a_sentence() -> None:
+def test_a_skeleton_that_claims_more_than_its_capacity_is_a_sentence() -> None:
     layout, image = small()
     image[layout.skeleton_start : layout.skeleton_start + 8] = b"\xff" * 8
     with pytest.raises(CheckpointError, match="skeleton would have"):
@@ -212,22 +212,15 @@ def test_a_skeleton_that_claims_more_than_its_room_is_a_sentence() -> None:
 
 
 def test_a_header_may_be_large_but_not_larger_than_the_format_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    pieces = [piece(f"layers.{at}." + "x" * 100, "float32", (2,), at) for at in range(5_000)]
-    layout, image = image_of(pieces)
+    regions = [region(f"layers.{at}." + "x" * 100, "float32", (2,), at) for at in range(5_000)]
+    layout, image = image_of(regions)
     assert len(layout.head) > 2_000_000 and parse(reading(image), len(image)) == layout
-    monkeypatch.setattr(image_module.header, "HEADER_BYTES_MAX", 100_000)
+    monkeypatch.setattr("holdfast.storage.header.HEADER_BYTES_MAX", 100_000)
     with pytest.raises(CheckpointError, match="5000 tensors have a header of"):
-        plan(pieces, 100)
+        plan(regions, 100)
 
 
-def test_checksums_are_of_blocks() -> None:
-    content = bytes(range(256)) * (BLOCK_BYTES // 128)
-    whole = block_checksums(memoryview(content + b"x"))
-    assert len(whole) == 3 and whole[:2] == block_checksums(memoryview(content))
-    assert block_checksums(memoryview(b"")) == []
-
-
-def test_pieces_and_entries_can_be_sent() -> None:
+def test_regions_and_entries_can_be_sent() -> None:
     layout, _ = small()
     for entry in layout.entries:
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(entry), type=type(entry)) == entry

@@ -58,7 +58,7 @@ def test_a_policy_keeps(policy: Policy, kept: set[int]) -> None:
         (" last:3, best:loss:min:2,tagged", AnyOf((LastN(3), BestBy("loss", "min", 2), Tagged()))),
     ],
 )
-def test_a_policy_is_written_as_words(text: str, policy: Policy) -> None:
+def test_a_policy_is_written_as_text(text: str, policy: Policy) -> None:
     assert parse_policy(text) == policy
     assert parse_policy(str(policy)) == policy
 
@@ -66,7 +66,7 @@ def test_a_policy_is_written_as_words(text: str, policy: Policy) -> None:
 @pytest.mark.parametrize(
     "text", ["", ",", "last", "last:0", "last:-1", "last:x", "last:²", "best:loss", "best::min", "x:1"]
 )
-def test_other_words_are_refused_with_a_sentence(text: str) -> None:
+def test_other_texts_are_refused_with_a_sentence(text: str) -> None:
     with pytest.raises(UsageError):
         parse_policy(text)
 

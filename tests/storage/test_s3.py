@@ -14,15 +14,15 @@ import pytest
 
 from holdfast.errors import CheckpointError, MissingError, StorageError
 from holdfast.storage import object_store
-from holdfast.storage.catalogue import Catalogue
-from holdfast.storage.points import SAVE_POINTS, VARIABLE
+from holdfast.storage.checkpoint_catalogue import CheckpointCatalogue
+from holdfast.storage.checkpoint_writer import CheckpointWriter
+from holdfast.storage.failpoints import DEBUG_VARIABLE, SAVE_POINTS, VARIABLE
 from holdfast.storage.retention import LastN
 from holdfast.storage.stores import Store, open_store
-from holdfast.storage.writing import Writing
-from storage.contracts import check_store
-from storage.processes import finish, run, said, started
-from storage.saves import about, image, save
-from storage.server import KEY, Server
+from support.processes import finish, run, started, wait_for_line
+from support.s3_server import KEY, Server
+from support.saves import about, image, save
+from support.store_contract import check_store
 
 pytest.importorskip("obstore")
 
@@ -53,10 +53,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def store(server: Server) -> Store:
-    return open_store(f"s3://checkpoints/{secrets.token_hex(4)}", patience_s=20.0)
+    return open_store(f"s3://checkpoints/{secrets.token_hex(4)}", retry_for_s=20.0)
 
 
-def steps(catalogue: Catalogue) -> list[int]:
+def steps(catalogue: CheckpointCatalogue) -> list[int]:
     return [found.step for found in catalogue.list().found]
 
 
@@ -69,7 +69,7 @@ def test_s3_keeps_the_promises_of_a_store(store: Store) -> None:
 
 
 def test_checkpoints_are_saved_listed_verified_pinned_and_pruned(store: Store) -> None:
-    catalogue = Catalogue(store)
+    catalogue = CheckpointCatalogue(store)
     for step in (1, 2, 3):
         save(store, step)
     assert steps(catalogue) == [3, 2, 1]
@@ -91,7 +91,7 @@ def test_checkpoints_are_saved_listed_verified_pinned_and_pruned(store: Store) -
 
 
 def test_damage_in_a_bucket_is_named_and_the_one_before_is_used(store: Store) -> None:
-    catalogue = Catalogue(store)
+    catalogue = CheckpointCatalogue(store)
     for step in (1, 2, 3, 4):
         save(store, step)
     name = "step-4/job-1/part-1.safetensors"
@@ -121,13 +121,13 @@ def test_two_processes_race_to_publish_and_one_does(store: Store, server: Server
         started("save.py", store.url, 5, "rival", 1, 0, HOLD="1") as rival,
     ):
         for process in (one, other, rival):
-            said(process, "written")
+            wait_for_line(process, "written")
         for process in (one, rival):
             assert process.stdin is not None
             process.stdin.write("\n")
             process.stdin.flush()
         assert [finish(process) for process in (other, one, rival)] == ["5", "5", "5"]
-    catalogue = Catalogue(store)
+    catalogue = CheckpointCatalogue(store)
     found = catalogue.latest(on_damage=pytest.fail)
     assert found is not None
     nonces = {name.split("/")[1] for name in store.names("step-5")} - {"manifest.json"}
@@ -137,9 +137,9 @@ def test_two_processes_race_to_publish_and_one_does(store: Store, server: Server
 @pytest.mark.parametrize("point", ["part-half", "part-named", "note-written", "metadata-written", "manifest-written"])
 def test_a_writer_killed_anywhere_leaves_all_or_nothing(store: Store, point: str) -> None:
     save(store, 1)
-    died = run("save.py", store.url, 2, "job-1", 2, 0, 1, **{VARIABLE: point})
+    died = run("save.py", store.url, 2, "job-1", 2, 0, 1, **{VARIABLE: point, DEBUG_VARIABLE: "1"})
     assert died.returncode == -signal.SIGKILL, died.stderr
-    catalogue = Catalogue(store)
+    catalogue = CheckpointCatalogue(store)
     is_published = SAVE_POINTS.index(point) >= SAVE_POINTS.index("manifest-written")
     assert steps(catalogue) == ([2, 1] if is_published else [1])
     assert [item.step for item in catalogue.list().unfinished] == ([] if is_published else [2])
@@ -152,19 +152,23 @@ def test_a_writer_killed_anywhere_leaves_all_or_nothing(store: Store, point: str
 def test_what_another_process_reads_is_not_removed(store: Store) -> None:
     for step in (1, 2):
         save(store, step)
-    catalogue = Catalogue(store)
+    catalogue = CheckpointCatalogue(store)
     with started("read.py", store.url, 1) as reader:
-        said(reader, "reading")
+        wait_for_line(reader, "reading")
         assert "is being read by process" in catalogue.prune(LastN(1)).kept[1]
-        assert finish(reader) == "whole"
+        assert finish(reader) == "complete"
     assert catalogue.prune(LastN(1)).removed == [1]
 
 
 def test_wrong_credentials_are_a_sentence(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     save(store, 1)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
-    stranger = open_store(store.url, patience_s=20.0)
-    for work in (lambda: save(stranger, 2), lambda: Catalogue(stranger).latest(), lambda: Catalogue(stranger).list()):
+    stranger = open_store(store.url, retry_for_s=20.0)
+    for work in (
+        lambda: save(stranger, 2),
+        lambda: CheckpointCatalogue(stranger).latest(),
+        lambda: CheckpointCatalogue(stranger).list(),
+    ):
         with pytest.raises(StorageError, match="does not accept our credentials") as caught:
             work()
         assert "\n" not in str(caught.value)
@@ -174,8 +178,8 @@ def test_wrong_credentials_are_a_sentence(store: Store, monkeypatch: pytest.Monk
 def test_who_may_only_read_can_load(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     save(store, 1)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", f"{KEY}-reader")
-    reader = open_store(store.url, patience_s=20.0)
-    assert Catalogue(reader).latest(on_damage=pytest.fail) is not None
+    reader = open_store(store.url, retry_for_s=20.0)
+    assert CheckpointCatalogue(reader).latest(on_damage=pytest.fail) is not None
     with pytest.raises(StorageError, match="credentials"):
         save(reader, 2)
 
@@ -194,15 +198,15 @@ def test_credentials_of_a_profile_are_found(
     monkeypatch.setenv("AWS_PROFILE", "lab")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    assert Catalogue(open_store(store.url, patience_s=20.0)).latest() is not None
+    assert CheckpointCatalogue(open_store(store.url, retry_for_s=20.0)).latest() is not None
 
 
 def test_a_store_that_is_away_is_no_store_without_checkpoints(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     save(store, 1)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    away = open_store(store.url, patience_s=0.5)
+    away = open_store(store.url, retry_for_s=0.5)
     with pytest.raises(StorageError, match="given up after"):
-        Catalogue(away).latest()
+        CheckpointCatalogue(away).latest()
     with pytest.raises(StorageError) as caught:
         away.read("step-1/manifest.json")
     assert not isinstance(caught.value, MissingError)
@@ -211,7 +215,7 @@ def test_a_store_that_is_away_is_no_store_without_checkpoints(store: Store, monk
 def upload_through(trouble: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """A third of the way, trouble begins. What was saved is whole afterwards."""
     monkeypatch.setattr(object_store, "REQUEST_TIMEOUT_S", 3.0)  # so that a server that hangs is asked again soon
-    store = open_store(f"s3://checkpoints/{secrets.token_hex(4)}", patience_s=100.0)
+    store = open_store(f"s3://checkpoints/{secrets.token_hex(4)}", retry_for_s=100.0)
     content = image(1, 40_000_000)
     begun: list[int] = []
 
@@ -220,12 +224,12 @@ def upload_through(trouble: Callable[[], None], monkeypatch: pytest.MonkeyPatch)
             begun.append(done)
             trouble()
 
-    with Writing(store, about(1, 1), "a") as writing:
+    with CheckpointWriter(store, about(1, 1), "a") as writing:
         writing.write_part(0, content, progress)
         found = writing.publish()
     assert begun
     assert found is not None
-    Catalogue(store).verify(found)
+    CheckpointCatalogue(store).verify(found)
     assert store.read("step-1/a/part-0.safetensors") == bytes(content)
 
 
@@ -258,5 +262,5 @@ def test_a_server_that_is_killed_in_the_middle_of_an_upload_and_comes_back_gets_
 
 def test_a_bucket_that_cannot_be_is_a_sentence(server: Server) -> None:
     with pytest.raises(CheckpointError) as caught:
-        save(open_store("s3://x/y", patience_s=5.0), 1)
+        save(open_store("s3://x/y", retry_for_s=5.0), 1)
     assert "\n" not in str(caught.value)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import secrets
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from holdfast.errors import MissingError, UsageError
 from holdfast.storage.directory import DirectoryStore
 from holdfast.storage.object_store import ObjectStore, chunk_bytes
-from holdfast.storage.stores import BLOCK_BYTES, is_remote, open_store
-from storage.contracts import check_store
+from holdfast.storage.stores import is_remote, open_store
+from holdfast.util.blocks import BLOCK_BYTES
+from support.store_contract import check_store
 
 
 def test_a_directory_keeps_the_promises_of_a_store(tmp_path: Path) -> None:
@@ -42,7 +44,7 @@ def test_a_file_system_without_direct_writes_gets_ordinary_ones(
     refused = []
     real_open = os.open
 
-    def open_without(path: object, flags: int, mode: int = 0o777, **more: object) -> int:
+    def open_without(path: object, flags: int, mode: int = 0o777, **more: Any) -> int:
         if flags & os.O_DIRECT:
             refused.append(path)
             raise OSError(22, "Invalid argument")
@@ -81,7 +83,7 @@ def test_a_url_that_means_none_is_refused_with_a_sentence(url: str, monkeypatch:
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_not_there_is_said_to_be_missing(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported_as_missing(tmp_path: Path) -> None:
     store = open_store(str(tmp_path / "nothing"))
     assert store.names("") == {}
     assert store.folders() == []

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.wire.cgroups import LIMIT_BYTES_MAX, Headroom, memory_headroom
+from holdfast.util.cgroups import LIMIT_BYTES_MAX, Headroom, memory_headroom
 
 MIB = 2**20
 UNIFIED = "35 25 0:30 {root} {point} rw - cgroup2 cgroup2 rw\n"

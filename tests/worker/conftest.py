@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from worker.nest import Nest
+from support.nest import Nest
 
 
 @pytest.fixture(scope="module")

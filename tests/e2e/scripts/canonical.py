@@ -16,10 +16,10 @@ import faulthandler
 import hashlib
 import os
 import signal
-import time
 from pathlib import Path
 
 import torch
+from pacing import pause
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -33,6 +33,7 @@ parser.add_argument("steps", type=int)
 parser.add_argument("slots", type=int)
 parser.add_argument("--fault", action="append", default=[])
 parser.add_argument("--pause", type=float, default=0.0)
+parser.add_argument("--until-hurry", action="store_true")
 parser.add_argument("--reduction", default="canonical")
 arguments = parser.parse_args()
 work = Path(os.environ["WORK"])
@@ -52,7 +53,7 @@ def hurt(point: str) -> None:
             continue
         if action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        groups.current_realm().mesh.shut()
+        groups.current_connections().mesh.shut()
 
 
 def hurting(point: str, exchange):
@@ -134,8 +135,7 @@ for step in job.steps(arguments.steps):
         os.write(ledger, f"{step.number} {rank} {os.getpid()} {job.view} {world_size} 0\n".encode())
         lines = [f"{step.number} {slot} {loss.hex()}\n" for slot, loss in losses.items()]
         os.write(slots, "".join(lines).encode())
-    if arguments.pause and not (work / "hurry").exists():
-        time.sleep(arguments.pause)
+    pause(work, arguments.pause, arguments.steps - step.number - 1, arguments.until_hurry)
 (work / f"final-{job.rank}").write_text(
     f"{job.step} {digest(model.state_dict(), optimizer.state_dict(), scheduler.state_dict(), average.state_dict())}"
 )

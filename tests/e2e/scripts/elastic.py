@@ -30,8 +30,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import holdfast as hf
 from holdfast.worker.collectives import groups
-from holdfast.worker.memory import resharding
-from holdfast.worker.memory.replicas import Ring
+from holdfast.worker.restore import reshard_live
+from holdfast.worker.restore.peer_replicas import ReplicaRing
 
 WAIT_S = 50.0
 
@@ -99,7 +99,7 @@ def agree_and_be_hurt(values, agree=groups.agree):
     return answer
 
 
-def reshard_and_be_hurt(skeletons, fetch, tracked, reshard=resharding.reshard):
+def reshard_and_be_hurt(skeletons, fetch, tracked, reshard=reshard_live.reshard):
     def fetch_and_be_hurt(shard, index):
         hurt_later("reshard")
         return fetch(shard, index)
@@ -107,14 +107,14 @@ def reshard_and_be_hurt(skeletons, fetch, tracked, reshard=resharding.reshard):
     reshard(skeletons, fetch_and_be_hurt, tracked)
 
 
-def exchange_and_be_hurt(self, step, exchange=Ring.exchange):
+def exchange_and_be_hurt(self, step, exchange=ReplicaRing.exchange):
     hurt_later("exchange")
     exchange(self, step)
 
 
 groups.agree = agree_and_be_hurt
-resharding.reshard = reshard_and_be_hurt
-Ring.exchange = exchange_and_be_hurt
+reshard_live.reshard = reshard_and_be_hurt
+ReplicaRing.exchange = exchange_and_be_hurt
 
 
 class Net(nn.Module):
@@ -200,7 +200,7 @@ def train() -> None:
             append("ledger", f"{step.number} {job.rank} {os.getpid()} {job.view} {job.world_size} {shown}")
         if step.number in world_at and job.world_size != world_at[step.number]:
             with job.paused("until the world changes"):
-                wait_until(lambda: job._engine._line.told_view > job.view)
+                wait_until(lambda: job._engine._agent.newest_view > job.view)
     leave_final(model, optimizer)
 
 

@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 import torch
+from pacing import pause
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast as hf
@@ -35,6 +36,7 @@ parser.add_argument("--skip-rank", type=int, default=-1)
 parser.add_argument("--wrong", type=int, default=-1)
 parser.add_argument("--workers", type=int, default=0)
 parser.add_argument("--pause", type=float, default=0.0)
+parser.add_argument("--until-hurry", action="store_true")
 parser.add_argument("--sample", default="0:0:1")
 arguments = parser.parse_args()
 work = Path(os.environ["WORK"])
@@ -102,5 +104,4 @@ for step in job.steps(arguments.steps):
         with (work / "used").open("a") as file:
             file.write(" ".join(map(str, [step.number, job.rank, *used])) + "\n")
     hurt("between", step.number, job.rank)
-    if arguments.pause and not (work / "hurry").exists():
-        time.sleep(arguments.pause)
+    pause(work, arguments.pause, arguments.steps - step.number - 1, arguments.until_hurry)

@@ -3,21 +3,28 @@
     session.py MODEL STEPS [--fault POINT:STEP:RANK:ACTION]… [--pause SECONDS] [--features …] [--evaluate STEP:SECONDS]
 
 WORK/ledger        step rank pid view world loss (hexadecimal), one line a committed step and rank
-WORK/final-RANK    step, digest of parameters, optimizer and scheduler state
+WORK/saved-S-RANK  with the feature outside: digest of the state before step S, taken outside of the step before
+WORK/final-RANK    step, digest of parameters, optimizer and scheduler state, plain values
 WORK/samples       step and numbers of the samples of a step, where a dataset is used
 WORK/trained       step, rank and numbers of the samples of a committed step, where a dataset is used
 WORK/hurry         once it is there, nobody pauses between steps any more; until then, in the second half of the steps
-                   for ten times as long, so that a test that waits for something does not come to the end of it
+                   for ten times as long, and with --until-hurry the last steps take a minute (pacing.py)
+WORK/wait          while it is there, processes wait before they join
 WORK/stillborn-X   while it is there, processes of the node whose agent has NODE=X end before they join
 A fault happens once, in whichever process has the rank when the step comes; one whose action ends in ! each time.
 POINT    data forward backward collective barrier-before barrier-in update-before update-middle update-after
-         capture copy between settle restore restored
-         The last three are of a recovery: before all agree on the step, before and after newcomers get their state.
+         capture copy outside between settle restore restored tree-up tree-root tree-down
+         settle, restore and restored are of a recovery: before all agree on the step, before and after newcomers get
+         their state.
+         tree-up and tree-down, with the feature tree: before a leader says for its group, and before it hands the
+         answer down; tree-root: before the root hands it to the other leaders.
          copy is in the middle of a snapshot for the agent: one piece of it is copied, the others are not.
-ACTION   kill raise bug cut stop exit
+ACTION   kill raise bug cut stop exit linger
+         linger waits until all other faults have happened.
 """
 
 import argparse
+import atexit
 import faulthandler
 import hashlib
 import os
@@ -29,13 +36,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from calm import wait_until_calm
+from pacing import pause
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast as hf
-from holdfast.worker.collectives import groups
-from holdfast.worker.memory import restoring
-from holdfast.worker.settling import Standing
+from holdfast.worker.collectives import agreement_tree, groups
+from holdfast.worker.restore import from_peers
+from holdfast.worker.resume_point import RankStatus
 
 faulthandler.register(signal.SIGUSR2)  # so that a person can ask where it is
 parser = argparse.ArgumentParser()
@@ -43,9 +51,12 @@ parser.add_argument("model", choices=["ddp", "fsdp", "hsdp", "alone"])
 parser.add_argument("steps", type=int)
 parser.add_argument("--fault", action="append", default=[])
 parser.add_argument("--pause", type=float, default=0.0)
+parser.add_argument("--until-hurry", action="store_true")
 parser.add_argument("--features", default="", help="tail,clip,scaler,accumulate,batchnorm,loader,ema,early,…")
 parser.add_argument("--apart", action="store_true", help="no fault before the incident of the last one is closed")
+parser.add_argument("--slow-exit", type=float, default=0.0, help="how long the process of a bug takes to come down")
 parser.add_argument("--together", action="store_true", help="who dies at a point waits for the others that do")
+parser.add_argument("--resizable", choices=["yes", "auto"], default="yes", help="of scripts without a loader")
 parser.add_argument("--slots", type=int, default=0)
 parser.add_argument("--evaluate", default="", help="before this step, take so long, with hangs off")
 arguments = parser.parse_args()
@@ -56,6 +67,8 @@ work = Path(os.environ["WORK"])
 ledger = os.open(work / "ledger", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 samples = os.open(work / "samples", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 trained = os.open(work / "trained", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+while (work / "wait").exists():
+    time.sleep(0.01)
 if (work / f"stillborn-{os.environ.get('NODE')}").exists():
     sys.exit(9)
 
@@ -95,6 +108,12 @@ def hurt(point: str, step: int | None = None) -> None:
         act(fault.action)
 
 
+def come_down_slowly() -> None:
+    """As an interpreter does that closes connections long before it has ended."""
+    groups.current_connections().mesh.shut()
+    time.sleep(arguments.slow_exit)
+
+
 def act(action: str) -> None:
     match action:
         case "kill":
@@ -104,11 +123,16 @@ def act(action: str) -> None:
         case "raise":
             raise hf.RetryableError("worth a second try")
         case "bug":
+            if arguments.slow_exit:
+                atexit.register(come_down_slowly)
             raise ValueError("a bug in the user's code")
         case "exit":
             sys.exit(3)
+        case "linger":
+            while not all(fault.has_fired for fault in faults):
+                time.sleep(0.001)
         case "cut":
-            groups.current_realm().mesh.shut()
+            groups.current_connections().mesh.shut()
 
 
 class Hurting(torch.autograd.Function):
@@ -212,6 +236,8 @@ def barrier_hurts() -> None:
     def hurting_agree(values):
         if len(values) > 1:  # the commit's
             hurt("barrier-before")
+            if "tree" in features:
+                return hurt_in_tree(lambda: agree(values))
             victims = [f for f in faults if (f.point, f.step, f.rank) == ("barrier-in", job.step, job.rank)]
             if victims and not (work / f"fired-{victims[0].index}").exists():
                 contribution = torch.tensor(list(values), dtype=torch.int64)
@@ -222,16 +248,41 @@ def barrier_hurts() -> None:
     groups.agree = hurting_agree
 
 
-def capture_hurts() -> None:
-    from holdfast.state.snapshot import Snapshot
+def grow_trees() -> None:
+    """All views of more than two ranks agree by trees of pairs."""
+    agreement_tree.FLAT_RANKS_MAX = agreement_tree.FAN_MAX = 2
 
-    take = Snapshot.take
+
+def hurt_in_tree(agree):
+    kind = agreement_tree.AgreementTree
+    gather, broadcast = kind._gather, kind._broadcast
+
+    def hurting_gather(self, height, *others):
+        if height == 1:
+            hurt("tree-up")
+        return gather(self, height, *others)
+
+    def hurting_broadcast(self, height, *others):
+        hurt("tree-root" if height == 1 else "tree-down")
+        return broadcast(self, height, *others)
+
+    kind._gather, kind._broadcast = hurting_gather, hurting_broadcast
+    try:
+        return agree()
+    finally:
+        kind._gather, kind._broadcast = gather, broadcast
+
+
+def capture_hurts() -> None:
+    from holdfast.state.arena import Arena
+
+    take = Arena.take
 
     def hurting_take(self, flat, step):
         hurt("capture")
         return take(self, flat, step)
 
-    Snapshot.take = hurting_take
+    Arena.take = hurting_take
 
 
 def copy_hurts() -> None:
@@ -239,22 +290,22 @@ def copy_hurts() -> None:
     from holdfast.state import copier
 
     if any(fault.point == "copy" for fault in faults):
-        copier.PIECE_BYTES = 1024
-    copy = copier.Copy._copy
+        copier.CHUNK_BYTES = 1024
+    copy = copier.StateCopy._copy
 
     def hurting_copy(self, piece):
         copy(self, piece)
         if not self.is_over:
             hurt("copy")
 
-    copier.Copy._copy = hurting_copy
+    copier.StateCopy._copy = hurting_copy
 
 
 def recovery_hurts() -> None:
-    gather, carry_out = groups.gather, restoring.carry_out
+    gather, carry_out = groups.gather, from_peers.carry_out
 
     def hurting_gather(values):
-        if isinstance(values, Standing) and values.next_step > 0:
+        if isinstance(values, RankStatus) and values.next_step > 0:
             hurt("settle")
         return gather(values)
 
@@ -265,10 +316,31 @@ def recovery_hurts() -> None:
         if transfers:
             hurt("restored", settlement.next_step)
 
-    groups.gather, restoring.carry_out = hurting_gather, hurting_carry_out
+    groups.gather, from_peers.carry_out = hurting_gather, hurting_carry_out
 
 
-job = hf.init()
+class Meter:
+    """What one rank has for itself: sums over its own samples."""
+
+    def __init__(self) -> None:
+        self.seen, self.sums, self.of = 0, torch.zeros(3), -1
+
+    def add(self, loss) -> None:
+        self.seen, self.of = self.seen + 1, job.rank
+        self.sums += loss * torch.arange(1, 4)
+
+    def state_dict(self):
+        return {"seen": self.seen, "sums": self.sums, "of": self.of}
+
+    def load_state_dict(self, state):
+        self.seen, self.sums, self.of = state["seen"], state["sums"].clone(), state["of"]
+
+
+if "tree" in features:
+    grow_trees()
+# Without a loader each rank makes its batches of a step by its rank, whatever the size of the world.
+is_fixed = arguments.resizable == "auto" or features & {"loader", "meter", "zero"}
+job = hf.init(resizable=None if is_fixed else True)
 barrier_hurts()
 capture_hurts()
 copy_hurts()
@@ -276,8 +348,12 @@ recovery_hurts()
 model = build()
 parameters = list(model.parameters())
 optimizer = HurtAdam([{"params": parameters[:3]}, {"params": parameters[3:]}], lr=1e-2)
+if "zero" in features:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.Adam, lr=1e-2)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
-tracked = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+tracked = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "begun": 0, "weighed": 0.1}
 if "ema" in features:
     average = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
     ema = torch.optim.swa_utils.AveragedModel(model.module, multi_avg_fn=average)
@@ -288,8 +364,11 @@ if "scaler" in features:
 if "loader" in features:
     data = hf.Loader(Data(), global_batch_size=24, seed=7, slots=arguments.slots or None)
     tracked["data"] = data
-if "torch" in features:  # torch's own loader, shuffled by the global generator, with a process of its own
+if features & {"torch", "later"}:  # torch's own loader, shuffled by the global generator, with a process of its own
     batches = torch.utils.data.DataLoader(Data(), batch_size=8, shuffle=True, num_workers=1)
+meter = Meter()
+if "meter" in features:
+    job.track_local(meter=meter)
 job.track(**tracked)
 optimizer.register_step_pre_hook(lambda *_: hurt("update-before"))
 (work / f"started-{os.getpid()}").touch()
@@ -299,7 +378,25 @@ def averaged():
     return ema.state_dict() if "ema" in features else 0
 
 
+def own():
+    return meter.state_dict() if "meter" in features else 0
+
+
+def is_updating(number: int) -> bool:
+    return not features & {"micro", "nosync"} or number % 3 == 2
+
+
 def one_loss(x, y, step):
+    if "nosync" in features and not is_updating(step.number):
+        if arguments.model != "ddp":
+            model.set_requires_gradient_sync(False)
+            return add_gradients(x, y, step)
+        with model.no_sync():
+            return add_gradients(x, y, step)
+    return add_gradients(x, y, step)
+
+
+def add_gradients(x, y, step):
     loss = nn.functional.cross_entropy(model(x), y % 4)
     if "scaler" in features:
         scaler.scale(step.scale(loss)).backward()
@@ -318,8 +415,11 @@ def evaluate() -> None:
 def train() -> None:
     for step in job.steps(arguments.steps):
         drawn: list[int] = []
+        if "before" in features:
+            scheduler.step()
         with step:
             rank, world_size = job.rank, job.world_size  # at the end of the step they may be those of the next
+            job.values.begun += 1
             evaluate()
             hurt("data")
             if "loader" in features:
@@ -327,6 +427,8 @@ def train() -> None:
                 for x, y in step.batches(data):
                     drawn += y.tolist()
                     losses.append(one_loss(x, y, step))
+                if "later" in features and step.number >= 5:  # a source that nobody shares out
+                    losses += [0 * x.sum() for x, _ in step.batches(batches)]
             elif "torch" in features:
                 losses = [one_loss(x, y, step) for x, y in step.batches(batches)]
             else:
@@ -349,30 +451,46 @@ def train() -> None:
             if "scaler" in features:
                 scaler.step(optimizer)
                 scaler.update()
-            elif "micro" not in features or step.number % 3 == 2:
+            elif is_updating(step.number):
                 optimizer.step()
                 optimizer.zero_grad()
             hurt("update-after")
             if "tail" in features and step.number % 3 == 0:
                 dist.all_reduce(loss)
-            scheduler.step()
-            if "ema" in features and "early" not in features:
+            if not features & {"before", "outside"}:
+                scheduler.step()
+            if "ema" in features and not features & {"early", "outside"}:
                 ema.update_parameters(model.module)
-            if "micro" not in features:
+            if is_updating(step.number):
                 optimizer.zero_grad()
+            if "meter" in features:
+                meter.add(loss.detach())
+            job.values.weighed = job.values.weighed / 3 + step.number  # another number if a step is missing, or twice
             step.log(loss=loss)
+        if "outside" in features:
+            scheduler.step()
+            hurt("outside", step.number)
+            if "ema" in features:
+                ema.update_parameters(model.module)
         if step.is_committed:
+            if "outside" in features:
+                state = digest(model.state_dict(), optimizer.state_dict(), scheduler.state_dict(), averaged())
+                (work / f"saved-{job.step}-{rank}").write_text(state)
             line = f"{step.number} {rank} {os.getpid()} {job.view} {world_size} {job.logged['loss'].hex()}\n"
             os.write(ledger, line.encode())
             if drawn:
                 os.write(trained, f"{step.number} {rank} {' '.join(map(str, drawn))}\n".encode())
+        if "outside" in features:
+            meter.seen += 1
         hurt("between")
-        if arguments.pause and not (work / "hurry").exists():
-            time.sleep(arguments.pause * (10 if step.number > arguments.steps // 2 else 1))
+        late = 10 if step.number > arguments.steps // 2 else 1
+        pause(work, arguments.pause * late, arguments.steps - step.number - 1, arguments.until_hurry)
 
 
 train()
 hurt("epilogue")
+inner = optimizer.optim if "zero" in features else optimizer
+values = (job.values.begun, job.values.weighed)
 (work / f"final-{job.rank}").write_text(
-    f"{job.step} {digest(model.state_dict(), optimizer.state_dict(), scheduler.state_dict(), averaged())}"
+    f"{job.step} {digest(model.state_dict(), inner.state_dict(), scheduler.state_dict(), averaged(), own(), values)}"
 )

@@ -1,4 +1,4 @@
-"""Somebody who found the master's port: noise, half a request, HTTP, gRPC calls, a guess at the token."""
+"""Somebody who found the master's port: noise, half a request, HTTP, wrong frames, a guess at the token."""
 
 import asyncio
 import contextlib
@@ -7,10 +7,11 @@ import random
 import socket
 import sys
 
-from holdfast.core.events import NodeGone
+from holdfast.core.events import NodeLeft
 from holdfast.errors import WireError
-from holdfast.wire.channel import METHOD, connect, grpc
-from holdfast.wire.messages import Report, Watch
+from holdfast.wire.control import connect
+from holdfast.wire.control_messages import EventReport, Watch
+from holdfast.wire.frames import LENGTH, PREAMBLE, frame_of
 
 PORT = int(sys.argv[1])
 IDLE_CONNECTIONS = 100
@@ -26,20 +27,11 @@ def say(data: bytes) -> None:
             pass
 
 
-async def call(method: str, frames: list[bytes]) -> None:
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{PORT}") as channel:
-        stream = channel.stream_stream(method)()
-        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError, TimeoutError):
-            async with asyncio.timeout(ANSWER_S):
-                for frame in frames:
-                    await stream.write(frame)
-                while await stream.read() is not grpc.aio.EOF:
-                    pass
-        stream.cancel()
-
-
 async def guess(token: str) -> None:
-    for role, message in (("agent", Report(1, 1, NodeGone(node_id="host", incarnation="x"))), ("watcher", Watch(0))):
+    for role, message in (
+        ("agent", EventReport(1, 1, NodeLeft(node_id="host", incarnation="x"))),
+        ("watcher", Watch(0)),
+    ):
         try:
             connection = await connect("127.0.0.1", PORT, token=token, role=role, tls=None, timeout_s=ANSWER_S)
             await connection.send(message)
@@ -49,20 +41,15 @@ async def guess(token: str) -> None:
         sys.exit("a wrong token was enough")
 
 
-async def call_all() -> None:
-    await call("/holdfast.Control/Shutdown", [b"now"])
-    await call("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo", [b""])
-    for frames in ([], [b""], [b"\xc1"], [os.urandom(1_000)], [b"\x90"] * 10, [b"x" * 5_000_000]):
-        await call(METHOD, frames)
-    await guess("a token that is long enough, but wrong")
-
-
 idle = [socket.create_connection(("127.0.0.1", PORT)) for _ in range(IDLE_CONNECTIONS)]
-preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+http2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 for data in (b"", b"\0", b"GET / HTTP/1.1\r\n\r\n", random.randbytes(100_000), b"\x16\x03\x01" + os.urandom(100)):
     say(data)
-for data in (preface, preface + os.urandom(10_000), preface[:10]):
+for data in (http2, http2 + os.urandom(10_000), http2[:10], PREAMBLE[:5], PREAMBLE, PREAMBLE + os.urandom(10_000)):
     say(data)
-asyncio.run(call_all())
+for frames in ([b""], [b"\xc1"], [os.urandom(1_000)], [b"\x90"] * 10, [b"\x91" * 4_000], [b"x" * 5_000_000]):
+    say(PREAMBLE + b"".join(map(frame_of, frames)))
+say(PREAMBLE + LENGTH.pack(2**32 - 1))
+asyncio.run(guess("a token that is long enough, but wrong"))
 for connection in idle:
     connection.close()

@@ -13,10 +13,10 @@ import argparse
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
 import torch
+from pacing import pause
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -28,6 +28,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("steps", type=int)
 parser.add_argument("--fault", action="append", default=[])
 parser.add_argument("--pause", type=float, default=0.0)
+parser.add_argument("--until-hurry", action="store_true")
 parser.add_argument("--spoilt", default="")
 parser.add_argument("--threads", type=int, default=1)
 parser.add_argument("--sharded", action="store_true")
@@ -83,5 +84,4 @@ for step in job.steps(arguments.steps):
         line = f"{step.number} {rank} {os.getpid()} {job.view} {world_size} {job.logged['loss'].hex()}\n"
         os.write(ledger, line.encode())
         os.write(trained, f"{step.number} {rank} {' '.join(map(str, drawn))}\n".encode())
-    if arguments.pause and not (work / "hurry").exists():
-        time.sleep(arguments.pause)
+    pause(work, arguments.pause, arguments.steps - step.number - 1, arguments.until_hurry)

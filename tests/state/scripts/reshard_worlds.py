@@ -25,13 +25,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from holdfast.state import loading, parts, reshard
-from holdfast.state.snapshot import Snapshot
+from holdfast.state import load_parts, partition, reshard
+from holdfast.state.arena import Arena
 from holdfast.state.tracked import Tracked
-from holdfast.storage.image import block_checksums
 from holdfast.storage.pickles import dcp_metadata
+from holdfast.util.blocks import block_checksums
 
-parts.PIECE_BYTES_MIN = 64  # or nothing here would be large enough to be cut
+partition.CHUNK_BYTES_MIN = 64  # or nothing here would be large enough to be cut
 WORLDS = [
     *(("fsdp", 2), ("fsdp", 3), ("ddp", 2), ("fsdp", 2), ("fsdp", 2)),
     *(("hsdp", 4), ("hsdp", 4), ("plain", 1), ("fsdp", 3)),
@@ -96,7 +96,8 @@ def run(root: Path, number: int, kind: str, rank: int, size: int) -> None:
         train(tracked, 3, rank)
     else:
         is_same_cut = WORLDS[number - 1] == (kind, size)
-        loading.ask = reshard.ask if not is_same_cut else None  # type: ignore[assignment]  # nothing is cut anew
+        # With the same sharding nothing is resharded: a call would fail.
+        load_parts.request_loads = None if is_same_cut else reshard.request_loads  # type: ignore[assignment]
         load(root / f"step-{number - 1}", tracked, rank)
         load_as_others_do(root / f"step-{number - 1}", tracked, kind, size)
     digest = whole(tracked)
@@ -110,7 +111,7 @@ def run(root: Path, number: int, kind: str, rank: int, size: int) -> None:
 def save(folder: Path, kind: str, rank: int, size: int, tracked: Tracked) -> None:
     shards = {"fsdp": size, "hsdp": size // 2}.get(kind, 1)
     folder.mkdir(exist_ok=True)
-    image = parts.write_image(tracked.state(), size // shards, rank // shards)
+    image = partition.write_image(tracked.state(), size // shards, rank // shards)
     (folder / f"part-{rank}.safetensors").write_bytes(image)
     note = {"shards": shards, "shares": size // shards, "checksums": block_checksums(memoryview(image))}
     (folder / f"part-{rank}.json").write_text(json.dumps(note))
@@ -121,15 +122,15 @@ def save(folder: Path, kind: str, rank: int, size: int, tracked: Tracked) -> Non
     dist.barrier()
 
 
-def open_part(folder: Path, number: int) -> parts.FilePart:
+def open_part(folder: Path, number: int) -> partition.FilePart:
     note = json.loads((folder / f"part-{number}.json").read_text())
-    return parts.FilePart(folder / f"part-{number}.safetensors", note["checksums"])
+    return partition.FilePart(folder / f"part-{number}.safetensors", note["checksums"])
 
 
 def load(folder: Path, tracked: Tracked, rank: int) -> None:
     note = json.loads((folder / "part-0.json").read_text())
     sources = {number: open_part(folder, number) for number in range(note["shards"] * note["shares"])}
-    parts.load_parts(sources, note["shards"], note["shares"], tracked)
+    partition.load_parts(sources, note["shards"], note["shares"], tracked)
 
 
 def load_as_others_do(folder: Path, tracked: Tracked, kind: str, size: int) -> None:
@@ -157,7 +158,7 @@ def tensors_of(value: Any, path: str = "") -> dict[str, torch.Tensor]:
 
 def roll_back(tracked: Tracked, digest: str, rank: int) -> None:
     """A snapshot undoes a step, in place; and the step made again gives the same."""
-    before = Snapshot(tracked.state())
+    before = Arena(tracked.state())
     before.take(tracked.state(), 0)
     train(tracked, 1, rank)
     after = whole(tracked)
@@ -170,7 +171,7 @@ def roll_back(tracked: Tracked, digest: str, rank: int) -> None:
 
 def take_over(tracked: Tracked, newcomer: Tracked, rank: int) -> None:
     """A fresh rank gets the bytes of the one it replaces, as they would be sent, and goes on as it would have."""
-    sent, received = Snapshot(), Snapshot()
+    sent, received = Arena(), Arena()
     sent.take(tracked.state(), 9)
     for target, source in zip(received.receive(sent.skeleton, sent.step), sent.parts(), strict=True):
         target.copy_(source)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from holdfast.state.snapshot import Snapshot
+from holdfast.state.arena import Arena
 from holdfast.state.tracked import Tracked
 
 SIZE = 2
@@ -40,7 +40,7 @@ def run(rank: int) -> None:
         return [tensor.clone() for tensor in tracked.state().tensors]
 
     train(0)
-    snapshot = Snapshot()
+    snapshot = Arena()
     snapshot.take(tracked.state(), 0)
     rate = optimizer.param_groups[0]["lr"]
     after = train(1)

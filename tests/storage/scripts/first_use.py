@@ -9,11 +9,11 @@ import sys
 import threading
 
 from holdfast.storage.image import parse, plan
-from holdfast.storage.manifest import About, Note, Part, decode, encode
+from holdfast.storage.manifest import CheckpointInfo, ManifestNote, PartInfo, decode, encode
 
 THREADS, TIMES = 16, 40
-part = Part(number=0, file="f", size_bytes=0, checksums="")
-note = encode(Note(about=About(step=1, world_size=1), nonce="n", part=part))
+part = PartInfo(number=0, file="f", size_bytes=0, checksums="")
+note = encode(ManifestNote(about=CheckpointInfo(step=1, world_size=1), nonce="n", part=part))
 layout = plan([], 64, {})
 image = bytearray(layout.size_bytes)
 with memoryview(image) as buffer:
@@ -26,7 +26,9 @@ def read_all() -> int:
 
     def work() -> None:
         together.wait()
-        read.append((decode(note, Note, "note"), parse(lambda at, size: bytes(image[at : at + size]), len(image))))
+        read.append(
+            (decode(note, ManifestNote, "note"), parse(lambda at, size: bytes(image[at : at + size]), len(image)))
+        )
 
     threads = [threading.Thread(target=work) for _ in range(THREADS)]
     for thread in threads:

@@ -2,13 +2,13 @@
 
 import sys
 
-from holdfast.storage.catalogue import Catalogue
+from holdfast.storage.checkpoint_catalogue import CheckpointCatalogue
 from holdfast.storage.stores import open_store
 
-catalogue = Catalogue(open_store(sys.argv[1]))
+catalogue = CheckpointCatalogue(open_store(sys.argv[1]))
 found = catalogue.open(int(sys.argv[2]))
 with catalogue.reading(found):
     print("reading", flush=True)
     sys.stdin.readline()
     catalogue.verify(found)
-print("whole")
+print("complete")

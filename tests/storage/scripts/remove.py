@@ -2,7 +2,7 @@
 
 import sys
 
-from holdfast.storage.catalogue import Catalogue
+from holdfast.storage.checkpoint_catalogue import CheckpointCatalogue
 from holdfast.storage.stores import open_store
 
-Catalogue(open_store(sys.argv[1])).remove(int(sys.argv[2]))
+CheckpointCatalogue(open_store(sys.argv[1])).remove(int(sys.argv[2]))

@@ -6,12 +6,12 @@ With HOLD in the environment it says "written" and waits for a line before it pu
 import os
 import sys
 
+from holdfast.storage.checkpoint_writer import CheckpointWriter
 from holdfast.storage.stores import open_store
-from holdfast.storage.writing import Writing
-from storage.saves import about, image
+from support.saves import about, image
 
 url, step, nonce, parts, *numbers = sys.argv[1:]
-with Writing(open_store(url, patience_s=20.0), about(int(step), int(parts)), nonce) as writing:
+with CheckpointWriter(open_store(url, retry_for_s=20.0), about(int(step), int(parts)), nonce) as writing:
     for number in numbers:
         writing.write_part(int(number), image(int(step) * 100 + int(number)))
     if os.environ.get("HOLD"):
