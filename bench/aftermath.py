@@ -35,7 +35,7 @@ class Fault(NamedTuple):
 
     at: float
     victim: int
-    seats: dict[int, int]
+    pids: dict[int, int]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Aftermath:
     started_over: bool = False
 
 
-def seats(entries: Iterable[Entry], world: int) -> dict[int, int]:
+def pids_by_rank(entries: Iterable[Entry], world: int) -> dict[int, int]:
     """The process that has each rank now."""
     last: dict[int, Entry] = {}
     for entry in entries:
@@ -87,7 +87,7 @@ def first(entries: Iterable[Entry], fault: Fault, world: int | None = None) -> N
 
 
 def aftermath(entries: list[Entry], fault: Fault) -> Aftermath:
-    size = len(fault.seats)
+    size = len(fault.pids)
     steps = new_steps(entries, fault)
     goes_on, whole = first(entries, fault), first(entries, fault, size)
     last = whole or goes_on
@@ -96,7 +96,7 @@ def aftermath(entries: list[Entry], fault: Fault) -> Aftermath:
         whole.at - fault.at if whole else None,
         _lost(entries, fault, goes_on) if goes_on else None,
         sum(one.world < size and (whole is None or one.at < whole.at) for one in steps),
-        sum(pid != fault.seats[rank] for rank, pid in enumerate(last.pids)) if last else 0,
+        sum(pid != fault.pids[rank] for rank, pid in enumerate(last.pids)) if last else 0,
         goes_on is not None and goes_on.step <= 1,
     )
 

@@ -21,7 +21,7 @@ from processes import Run
 from samples import markdown, spread
 
 from holdfast.data.slots import slots_of
-from holdfast.data.tree_sum import largest_nodes
+from holdfast.worker.parallel.tree_sum import largest_nodes
 
 SCRIPT = Path(__file__).with_name("scripts") / "canonical.py"
 HEADER = ("ranks", "slots", "nodes", "gradient", "DDP", "canonical", "× DDP")

@@ -1,7 +1,8 @@
 """What the control plane costs: a real master, a thousand agents on it, and one real agent looked at closely.
 
     join        all agents connect at once; from the first connection to the last agent that has its place in the view
-    heartbeats  then nothing happens but heartbeats: the master's use of one core
+    heartbeats  then nothing happens but heartbeats: the master's use of one core; with --snapshots all agents' reports
+                of their images too, every second
     reconnect   a tenth of the connections end and are made again; until each agent has its standing order again
     replace     a tenth of the agents die and others come; until every agent has its place in the next view
     agent       a real `holdfast run`: from its exec to its node in the journal, its memory, and its use of a core
@@ -30,7 +31,8 @@ from processes import Run, cpu_s, resident_bytes, started_at
 from restart import free_port, wait_until_listening
 from samples import markdown
 
-from holdfast.core.records import NodeJoined, NodeLost, NodeStarted
+from holdfast.core.records import NodeJoined, NodeLost, TermBegan, WorkersStartedRecord
+from holdfast.core.settings import Settings, heartbeat_interval
 from holdfast.journal import read_entries
 
 SLEEPER = Path(__file__).parent / "scripts" / "sleep.py"
@@ -63,7 +65,8 @@ class Fleets:
         self._pipes, self._processes = [], []
         for number, size in enumerate(shares(options.agents, options.processes)):
             ours, theirs = context.Pipe()
-            plan = fleet.Plan(number, size, options.agents, port, token, options.heartbeat_interval)
+            interval = options.heartbeat_interval
+            plan = fleet.Plan(number, size, options.agents, port, token, interval, options.snapshots)
             process = context.Process(target=fleet.serve, args=(plan, theirs), daemon=True)
             process.start()
             self._pipes.append(ours)
@@ -78,7 +81,16 @@ class Fleets:
         began_at = time.time()
         for pipe, share in zip(self._pipes, shares(total, len(self._pipes)), strict=True):
             pipe.send((command, share) if total else (command,))
-        return max(self._answer(pipe) for pipe in self._pipes) - began_at
+        return max(self._answers()) - began_at
+
+    def waiting(self) -> int:
+        """How many reports the master has not answered."""
+        for pipe in self._pipes:
+            pipe.send(("waiting",))
+        return int(sum(self._answers()))
+
+    def _answers(self) -> list[float]:
+        return [self._answer(pipe) for pipe in self._pipes]
 
     def _answer(self, pipe: Any) -> float:
         if not pipe.poll(ANSWER_LIMIT_S):
@@ -108,6 +120,10 @@ def many_agents(options: argparse.Namespace, directory: Path) -> Iterator[Findin
         yield Finding("… the master's processor time for it", use(), "s")
         yield Finding("… the agents' processor time for it", agents_use(), "s")
         yield from heartbeats(options, master_pid)
+        if options.snapshots:
+            yield Finding("reports that the master has not answered", fleets.waiting(), "reports", goal=options.agents)
+            yield Finding("agents taken for lost so far", lost_nodes(directory), "agents", goal=1)
+            yield Finding("terms of the master", terms(directory), "terms", goal=2)
         yield Finding(f"{tenth} connections end and come back", fleets.tell("reconnect", tenth), "s")
         yield Finding(f"{tenth} agents are replaced: next view served to all", fleets.tell("replace", tenth), "s")
         yield Finding("agents that lived and were taken for lost", lost_nodes(directory) - tenth, "agents", goal=1)
@@ -131,8 +147,12 @@ def heartbeats(options: argparse.Namespace, master_pid: int) -> Iterator[Finding
     with used(master_pid) as use:
         time.sleep(options.steady)
     took_s = time.monotonic() - began_at
-    messages = 2 * options.agents / options.heartbeat_interval
     percent = 100 * use() / took_s
+    if options.snapshots:
+        yield Finding("heartbeats and a snapshot a second: the master's use of a core", percent, "%", goal=30.0)
+        return
+    interval_s = heartbeat_interval(Settings(heartbeat_interval_s=options.heartbeat_interval), options.agents)
+    messages = 2 * options.agents / interval_s
     yield Finding(f"heartbeats and echoes ({messages:.0f}/s): the master's use of a core", percent, "%", goal=20.0)
 
 
@@ -143,6 +163,10 @@ def used(*pids: int) -> Iterator[Callable[[], float]]:
     after: list[float] = []
     yield lambda: after[0] - before
     after.append(sum(map(cpu_s, pids)))
+
+
+def terms(directory: Path) -> int:
+    return sum(isinstance(record, TermBegan) for record in records(directory))
 
 
 def lost_nodes(directory: Path) -> int:
@@ -159,7 +183,7 @@ def one_agent(options: argparse.Namespace, directory: Path) -> Iterator[Finding]
         process = run.start([sys.executable, "-m", "holdfast", "run", *flags, str(SLEEPER)], environment)
         joined = wait_for_record(run, NodeJoined)
         yield Finding("agent: from exec to its node in the journal", joined.at - started_at(process.pid), "s", goal=0.5)
-        wait_for_record(run, NodeStarted)
+        wait_for_record(run, WorkersStartedRecord)
         time.sleep(1.0)
         yield Finding("agent: memory", resident_bytes(process.pid) / 1e6, "MB", goal=80.0)
         with used(process.pid) as use:
@@ -206,6 +230,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--agents", type=int, default=1_000)
     parser.add_argument("--processes", type=int, default=1, help="over which the agents are spread")
+    parser.add_argument("--snapshots", action="store_true", help="workers with a session, and a snapshot every second")
     parser.add_argument("--heartbeat-interval", type=float, default=1.0, help="seconds")
     parser.add_argument("--steady", type=float, default=10.0, help="seconds over which use of a core is measured")
     parser.add_argument("--only", choices=["agents", "agent"])

@@ -7,21 +7,30 @@ start at once. The benchmark tells a fleet what to do next through a pipe; the f
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
-import structlog
-
-from holdfast.agent.identity import new_incarnation
+from holdfast.agent.incarnation import new_incarnation
 from holdfast.agent.uplink import Uplink
-from holdfast.core.events import Hello, JobSpec, NodeInfo, StoreOffered, WorkersStarted
+from holdfast.core.durability import ImageReport, SnapshotStats
+from holdfast.core.events import (
+    Hello,
+    ImagesReported,
+    JobSpec,
+    NodeInfo,
+    SessionInfo,
+    StepCommitted,
+    StoreOffered,
+    ViewJoined,
+    WorkersStarted,
+)
 from holdfast.core.orders import Order, Refuse, Serve
 
 JOB_ID = "bench"
 RESTARTS_MAX = 3
+SNAPSHOT_EVERY_S = 1.0
 SILENCE_TIMEOUT_S = 30.0
 """Of the agents for the master: long, so that a slow benchmark is slow instead of something else."""
 
@@ -35,6 +44,8 @@ class Plan(NamedTuple):
     port: int
     token: str
     heartbeat_interval_s: float
+    snapshots: bool = False
+    """Whether its workers have a session, and a snapshot every second."""
 
 
 class FakeAgent:
@@ -47,6 +58,8 @@ class FakeAgent:
         self.served = asyncio.Event()
         self.served_at = 0.0
         self.view = 0
+        self.step = 1
+        self._order: Serve | None = None
         self.uplink = Uplink(
             self,
             lambda: ("127.0.0.1", plan.port),
@@ -56,6 +69,18 @@ class FakeAgent:
             silence_timeout_s=SILENCE_TIMEOUT_S,
         )
         self.task = asyncio.create_task(self.uplink.run())
+        self.snapshots = asyncio.create_task(self._take_snapshots()) if plan.snapshots else None
+
+    @property
+    def waiting(self) -> int:
+        """How many of its reports the master has not answered."""
+        return self.uplink.waiting
+
+    async def end(self) -> None:
+        tasks = [task for task in (self.task, self.snapshots) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def hello(self) -> Hello:
         info = NodeInfo(host=self._node_id, address="127.0.0.1", machine_id="bench", boot_id="bench", pid=1, workers=8)
@@ -66,7 +91,6 @@ class FakeAgent:
             info=info,
             spec=spec,
             store_port=self._store_port,
-            serving=self.view,
             term=self.uplink.term,
         )
 
@@ -89,9 +113,31 @@ class FakeAgent:
         self.view = order.view
         who = {"node_id": self._node_id, "incarnation": self._incarnation}
         self.uplink.report(WorkersStarted(**who, view=order.view, pids=tuple(range(1, 9))))
+        self._order = order
+        if self._plan.snapshots:
+            self.uplink.report(ViewJoined(**who, view=order.view, session=SessionInfo()))
+            if order.group_rank == 0:
+                self.uplink.report(StepCommitted(**who, view=order.view, step=self.step))
         if order.store_here:
             self._store_port += 1
             self.uplink.report(StoreOffered(**who, port=self._store_port))
+
+    async def _take_snapshots(self) -> None:
+        """Each worker's two newest images, and those of a partner's."""
+        while True:
+            await asyncio.sleep(SNAPSHOT_EVERY_S)
+            if self._order is None:
+                continue
+            self.step += 1
+            order, who = self._order, {"node_id": self._node_id, "incarnation": self._incarnation}
+            images = tuple(
+                ImageReport(step, order.first_rank + worker, 1, order.world_size, order.view, is_replica)
+                for worker in range(order.workers)
+                for step in (self.step, self.step - 1)
+                for is_replica in (False, True)
+            )
+            stats = SnapshotStats(every=10, step_s=0.1, stall_s=0.001, taken=self.step)
+            self.uplink.report(ImagesReported(**who, images=images, snapshot_stats=stats))
 
 
 class Fleet:
@@ -128,6 +174,10 @@ class Fleet:
         self._hire(count)
         return await served(self._agents)
 
+    async def waiting(self) -> float:
+        """How many reports the master has not answered."""
+        return float(sum(agent.waiting for agent in self._agents))
+
     async def close(self) -> float:
         await end(self._agents)
         return time.time()
@@ -144,14 +194,11 @@ async def served(agents: Sequence[FakeAgent]) -> float:
 
 
 async def end(agents: Sequence[FakeAgent]) -> None:
-    for agent in agents:
-        agent.task.cancel()
-    await asyncio.gather(*(agent.task for agent in agents), return_exceptions=True)
+    await asyncio.gather(*(agent.end() for agent in agents))
 
 
 def serve(plan: Plan, benchmark: Connection) -> None:
     """A fleet's process: commands in, times out, until it is told to close."""
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     asyncio.run(_serve(plan, benchmark))
 
 

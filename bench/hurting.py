@@ -37,7 +37,7 @@ FAULTS = {
     "fail": 1,
     "kill_master": 2,
     "kill_fork_server": 1,
-    "kill_store_keeper": 1,
+    "kill_store_host": 1,
     "pause_agent": 1,
     "kill_node": 2,
 }
@@ -57,7 +57,7 @@ class Hurting:
         self.campaign, self.chance = campaign, chance
         self.diary: list[Fault] = []
         self.rounds = 0
-        self.seats: dict[int, int] = {}
+        self.pids: dict[int, int] = {}
         """The process of each rank when the round began."""
         self.nodes: dict[str, set[int]] = {}
         """The ranks of each node then."""
@@ -77,7 +77,7 @@ class Hurting:
         self.lost = set()
         self.deaths = self.retries = self.blows = 0
         self.campaign.ledger.read_on()
-        self.seats = self.campaign.ledger.processes(self.campaign.ranks)
+        self.pids = self.campaign.ledger.processes(self.campaign.ranks)
         members = self.campaign.job().members
         self.nodes = {n: set(range(m.first_rank, m.first_rank + m.workers)) for n, m in members.items()}
 
@@ -112,7 +112,7 @@ class Hurting:
 
     def victims(self, count: int) -> list[int]:
         """Ranks that may die at once, or none."""
-        free = sorted(set(self.seats) - self.lost)
+        free = sorted(set(self.pids) - self.lost)
         self.chance.shuffle(free)
         for start in range(len(free)):
             chosen = [*free[start:], *free[:start]][:count]
@@ -148,12 +148,12 @@ class Hurting:
 
     def _kill(self, count: int) -> str:
         ranks = self.victims(count)
-        how = self.signal_to([self.seats[rank] for rank in ranks], self.next_signal()) if ranks else ""
+        how = self.signal_to([self.pids[rank] for rank in ranks], self.next_signal()) if ranks else ""
         return f"{how} to rank {' and '.join(map(str, ranks))}" if ranks else ""
 
     def strangers(self) -> list[int]:
         """Processes of the script that had no rank when the round began: spares, and who replaces the dead."""
-        return [pid for pid in self.campaign.script_pids() if pid not in self.seats.values()]
+        return [pid for pid in self.campaign.script_pids() if pid not in self.pids.values()]
 
     def kill_stranger(self) -> str:
         found = self.strangers()
@@ -173,13 +173,13 @@ class Hurting:
 
     def hang(self) -> str:
         ranks = self.victims(1)
-        how = self.signal_to([self.seats[rank] for rank in ranks], signal.SIGSTOP)
+        how = self.signal_to([self.pids[rank] for rank in ranks], signal.SIGSTOP)
         return f"{how} to rank {ranks[0]}" if ranks else ""
 
     def fail(self) -> str:
         letter, how = self.chance.choice([("b", "a bug"), ("x", "an exit with 3")])
         ranks = self.victims(1)
-        return f"{how} in rank {ranks[0]}" if ranks and self.whisper(self.seats[ranks[0]], letter) else ""
+        return f"{how} in rank {ranks[0]}" if ranks and self.whisper(self.pids[ranks[0]], letter) else ""
 
     def cut(self) -> str:
         return self._disturb("c", "connections cut of")
@@ -188,12 +188,12 @@ class Hurting:
         return self._disturb("r", "retryable error in")
 
     def _disturb(self, letter: str, how: str) -> str:
-        living = sorted(set(self.seats) - self.lost)
+        living = sorted(set(self.pids) - self.lost)
         if not living or self.retries >= RETRIES_MAX:
             return ""
         rank = self.chance.choice(living)
         self.retries += 1
-        return f"{how} rank {rank}" if self.whisper(self.seats[rank], letter) else ""
+        return f"{how} rank {rank}" if self.whisper(self.pids[rank], letter) else ""
 
     def whisper(self, pid: int, letter: str) -> bool:
         try:
@@ -210,8 +210,8 @@ class Hurting:
     def kill_fork_server(self) -> str:
         return self._kill_service("holdfast: fork server", "fork server")
 
-    def kill_store_keeper(self) -> str:
-        return self._kill_service("holdfast: store keeper", "store keeper")
+    def kill_store_host(self) -> str:
+        return self._kill_service("holdfast: store host", "store host")
 
     def _kill_service(self, words: str, name: str) -> str:
         found = []

@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import machine
-import structlog
 from fire.failure import BrokenError
 from samples import markdown
 
@@ -94,7 +93,6 @@ def parse_options() -> argparse.Namespace:
 
 def main() -> None:
     options = parse_options()
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     logging.disable(logging.WARNING)
     here, load_before = machine.describe(), machine.load()
     print(f"{machine.heading(here)}\nload average at the start: {load_before}\n", flush=True)

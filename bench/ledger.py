@@ -40,7 +40,7 @@ class Ledger:
         self.tries: dict[int, dict[int, dict[int, Try]]] = defaultdict(lambda: defaultdict(dict))
         """By step, view and rank."""
         self.done: list[Done] = []
-        self.seats: dict[int, tuple[int, int]] = {}
+        self.last_attempts: dict[int, tuple[int, int]] = {}
         """By process: the view and the rank of its last attempt."""
 
     def read_on(self) -> None:
@@ -60,7 +60,7 @@ class Ledger:
         if words[0] == "tried":
             samples = tuple(map(int, words[7].split(",")))
             self.tries[step][view][rank] = Try(pid, world, words[6], samples)
-            self.seats[pid] = (view, rank)
+            self.last_attempts[pid] = (view, rank)
         else:
             self.done.append(Done(step, rank, view, world, pid, float(words[6])))
 
@@ -77,8 +77,8 @@ class Ledger:
 
     def processes(self, ranks: int) -> dict[int, int]:
         """The process of each rank, by the last attempts in the newest view."""
-        newest = max((view for view, _ in self.seats.values()), default=0)
-        return {rank: pid for pid, (view, rank) in self.seats.items() if view == newest and rank < ranks}
+        newest = max((view for view, _ in self.last_attempts.values()), default=0)
+        return {rank: pid for pid, (view, rank) in self.last_attempts.items() if view == newest and rank < ranks}
 
     def committed_views(self) -> dict[int, set[int]]:
         """By step: the views in which it is said to be committed. More than one would be two histories."""

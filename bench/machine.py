@@ -7,7 +7,7 @@ import platform
 from importlib import metadata
 from typing import Any
 
-PACKAGES = ("holdfast", "torch", "grpcio", "msgspec")
+PACKAGES = ("holdfast", "torch", "msgspec")
 
 
 def describe() -> dict[str, Any]:

@@ -33,7 +33,7 @@ import msgspec
 from peers import Peer, install, version
 from processes import Run
 
-from holdfast.core.records import NodesChecked
+from holdfast.core.records import CheckConcluded
 from holdfast.journal import read_entries
 
 SCENARIOS = ("healthy", "share", "wrong")
@@ -41,13 +41,11 @@ LIMIT_S = 240.0
 LOOK_S = 0.02
 QUOTA_US = 10_000
 CGROUP = Path("/sys/fs/cgroup/cpu")
-DLROVER = Peer(
-    "dlrover[k8s,torch]==0.6.1", "dlrover", released_as="dlrover", besides=("protobuf", "psutil")
-)
+DLROVER = Peer("dlrover[k8s,torch]==0.6.1", "dlrover", released_as="dlrover", besides=("protobuf", "psutil"))
 IN_GROUP = ("sh", "-c", 'echo $$ > "$0"/cgroup.procs && exec "$@"')
 WITH_OWN_RESULTS = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs /tmp/dlrover && exec "$0" "$@"')
 SCRIPT = "import sys, time, pathlib\npathlib.Path(sys.argv[1]).open('a').write(f'{time.time()}\\n')\n"
-WRONG_PRODUCT = '''\
+WRONG_PRODUCT = """\
 import importlib.util, sys
 
 
@@ -75,7 +73,7 @@ class WrongProduct:
 
 
 sys.meta_path.insert(0, WrongProduct())
-'''
+"""
 
 
 class Sample(NamedTuple):
@@ -152,8 +150,8 @@ def holdfast(stage: Stage, _: str) -> Sample:
     return Sample("holdfast", stage.scenario, took_s, at - began_at if at else None, "; ".join(bad) or "nothing")
 
 
-def checks(journal: Path) -> list[NodesChecked]:
-    return [entry.record for entry in read_entries(journal) if isinstance(entry.record, NodesChecked)]
+def checks(journal: Path) -> list[CheckConcluded]:
+    return [entry.record for entry in read_entries(journal) if isinstance(entry.record, CheckConcluded)]
 
 
 def dlrover(stage: Stage, python: str) -> Sample:

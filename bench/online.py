@@ -29,7 +29,7 @@ from ledger import Ledger
 from machine import benchmark_environment
 from processes import Run, marked_pids
 
-from holdfast.core.state import Job, Serving
+from holdfast.core.state import JobState, Serving
 from holdfast.core.transact import replay
 from holdfast.errors import JournalError
 from holdfast.journal import read_entries
@@ -91,12 +91,12 @@ class Campaign:
         words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self.port}", *options.flags.split()]
         self.agents[node] = self.run.start([*words, *script(options)], environment(self.directory), node)
 
-    def job(self) -> Job:
+    def job(self) -> JobState:
         path = self.directory / "jobs" / JOB / "journal.sqlite"
         try:
-            return replay(entry.record for entry in read_entries(path)) if path.exists() else Job()
+            return replay(entry.record for entry in read_entries(path)) if path.exists() else JobState()
         except JournalError:
-            return Job()  # it is just being made
+            return JobState()  # it is just being made
 
     def do_what_is_due(self) -> None:
         now = time.monotonic()
@@ -121,7 +121,7 @@ class Campaign:
             self.ledger.read_on()
             if self.ledger.whole_after(since, self.ranks) >= 0 and not self.later:
                 job = self.job()
-                if isinstance(job.phase, Serving) and job.incident is None:
+                if isinstance(job.phase, Serving) and job.incidents.current is None:
                     return
             if self.is_over():
                 raise Violation(f"the job ended: {self.job().phase}")

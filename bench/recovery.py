@@ -28,7 +28,7 @@ from typing import Any
 import machine
 import overhead
 import peers
-from aftermath import Aftermath, Fault, aftermath, first, seats, steps_done
+from aftermath import Aftermath, Fault, aftermath, first, pids_by_rank, steps_done
 from contenders import SCRIPTS, Contender, Holdfast, Job, Nvrx, Torchft, Torchrun, Workload
 from diary import Entry
 from receipts import fault_table, overhead_table
@@ -110,7 +110,7 @@ def break_one(contender: Contender, measure: str, workload: Workload, options: a
     load = os.getloadavg()[0]
     with Job(contender, workload) as job:
         warm_up(job)
-        who = seats(job.diary.entries, workload.ranks)
+        who = pids_by_rank(job.diary.entries, workload.ranks)
         victim = who[options.victim if options.victim is not None else workload.ranks - 1]
         fault = Fault(time.time(), victim, who)
         os.kill(victim, SIGNALS[measure])

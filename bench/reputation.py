@@ -19,7 +19,7 @@ from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
-from holdfast.core.health.reputation import DAY_S, Grade, Kind, NodeEvent, ban, judge
+from holdfast.core.health.reputation import DAY_S, Grade, MachineEventKind, NodeEvent, ban, judge
 
 BINS_DAYS = ((0, 1), (1, 2), (2, 7), (7, 14), (14, 30), (30, 1_000))
 
@@ -28,8 +28,9 @@ Outage = tuple[float, float]
 
 
 def read(path: Path) -> dict[str, list[Outage]]:
-    """By machine: the times in which at least one fault was open."""
-    events = sorted(json.loads(path.read_text()), key=lambda e: (e["event_time"], e["event_type"] == "fault_start"))
+    """By machine: the times in which at least one fault was open. At equal times starts come first: a fault that ends
+    as it starts would else stay open to the end of the trace."""
+    events = sorted(json.loads(path.read_text()), key=lambda e: (e["event_time"], e["event_type"] == "fault_end"))
     last = events[-1]["event_time"]
     begun: dict[str, list[float]] = {}
     found: dict[str, list[Outage]] = {}
@@ -73,8 +74,8 @@ def replay(outages: dict[str, list[Outage]], days: float) -> tuple[Counter[Grade
             grade = _grade(history, begin)
             at_fault[grade] += 1
             if grade is not Grade.BANNED:
-                history.append(NodeEvent(at=begin * DAY_S, kind=Kind.FAULT, fault="fault", weight=1.0))
-                history.append(NodeEvent(at=end * DAY_S, kind=Kind.RETURNED))
+                history.append(NodeEvent(at=begin * DAY_S, kind=MachineEventKind.FAULT, fault="fault", weight=1.0))
+                history.append(NodeEvent(at=end * DAY_S, kind=MachineEventKind.RETURNED))
             for hour in range(int(max(following - end, 0.0) * 24)):
                 now = _grade(history, end + hour / 24)
                 time_days[now] += 1 / 24
@@ -98,6 +99,8 @@ def main() -> int:
     faults = sum(map(len, outages.values()))
     print(f"{faults} outages of {len(outages)} of {options.nodes} machines in {days:.0f} days:")
     print(f"  {1000 * faults / (options.nodes * days):.2f} a day of 1,000 machines")
+    down_days = sum(end - begin for one in outages.values() for begin, end in one)
+    print(f"  {down_days:.0f} machine-days down, {down_days / (options.nodes * days):.1%} of the time")
     worst = sorted(map(len, outages.values()), reverse=True)[: options.nodes // 20]
     print(f"  the worst 5 % of the machines have {sum(worst) / faults:.1%} of them")
     print("\nsince its last repair   share of the faults   of the machines' time   times the usual rate")

@@ -35,7 +35,7 @@ from diary import Diary
 from processes import Run
 from samples import Sample, split_table, table
 
-from holdfast.core.records import ViewFormed, WorkerLost
+from holdfast.core.records import ViewFormed, WorkerFailedRecord
 from holdfast.journal import read_entries
 
 SCRIPT = Path(__file__).parent / "scripts" / "ddp.py"
@@ -164,7 +164,7 @@ def split(scene: Scene, old_pids: set[int], killed_at: float) -> dict[str, float
     """Holdfast's phases, from its journal and from the diary; each up to the last rank that passed it."""
     [path] = (scene.directory / "state" / "jobs").glob("*/journal.sqlite")
     records = [entry.record for entry in read_entries(path)]
-    lost = next(record for record in records if isinstance(record, WorkerLost))
+    lost = next(record for record in records if isinstance(record, WorkerFailedRecord))
     view = [record for record in records if isinstance(record, ViewFormed)][-1]
     reached = {
         "its agent sees the death": lost.failure.failed_at,

@@ -5,7 +5,7 @@
 
 Three agents on loopback (`--nnodes 1:3`, gloo workers). At random moments: a worker is killed, the master is killed, an
 agent is killed and comes back, an agent is told to go and comes back, an agent is stopped for a while, a fork server
-or a store keeper is killed; often two of these within milliseconds. Every so often, and at the end, the job must serve
+or a store host is killed; often two of these within milliseconds. Every so often, and at the end, the job must serve
 a view of all three nodes again. Then it is told to finish: every agent ends with 0, the journal replays into a finished
 job whose invariants hold, and nothing is left behind. The seed repeats the order of faults, not their exact moments.
 """
@@ -33,7 +33,7 @@ from processes import Run, kill, marked_pids
 
 from holdfast.core.invariants import check_all
 from holdfast.core.records import IncidentClosed, Outcome
-from holdfast.core.state import Finished, Job, Serving
+from holdfast.core.state import Finished, JobState, Serving
 from holdfast.core.transact import replay
 from holdfast.journal import read_entries
 
@@ -63,15 +63,15 @@ class Soak:
         ours = {"HOLDFAST_STATE_DIR": str(self.run.directory), "SOAK_STOP": str(self.stop)}
         self.agents[node] = self.run.start([*command, str(SCRIPT)], benchmark_environment() | ours, node)
 
-    def job(self) -> Job:
+    def job(self) -> JobState:
         path = self.run.directory / "jobs" / JOB / "journal.sqlite"
-        return replay(entry.record for entry in read_entries(path)) if path.exists() else Job()
+        return replay(entry.record for entry in read_entries(path)) if path.exists() else JobState()
 
     def whole(self) -> bool:
         """All three nodes serve the view in force, and every one of its workers runs."""
         job = self.job()
-        serving = isinstance(job.phase, Serving) and job.incident is None
-        return serving and set(job.members) == set(NODES) and job.started == set(NODES)
+        serving = isinstance(job.phase, Serving) and job.incidents.current is None
+        return serving and set(job.members) == set(NODES) and job.progress.started == set(NODES)
 
     def wait_until_whole(self) -> None:
         give_up_at = time.monotonic() + HEAL_TIMEOUT_S
@@ -131,7 +131,7 @@ class Soak:
             ("agent drained", 1, self.drain_agent),
             ("agent stopped for a while", 1, self.stop_agent),
             ("fork server killed", 1, lambda: self.kill_one("holdfast: fork server")),
-            ("store keeper killed", 1, lambda: self.kill_one("holdfast: store keeper")),
+            ("store host killed", 1, lambda: self.kill_one("holdfast: store host")),
         ]
         name, _, fault = self.chance.choices(faults, weights=[weight for _, weight, _ in faults])[0]
         self.faults[name] += 1

@@ -99,8 +99,8 @@ def _journal_problems(campaign: Campaign) -> list[str]:
     ended = [record for record in entries if isinstance(record, IncidentClosed)]
     if late := [incident.cause for incident in ended if _is_unprovoked(campaign, incident)]:
         problems.append(f"{len(late)} incidents when nobody hurt the job any more: {_few(late)}")
-    if job.restarts_used:
-        problems.append(f"{job.restarts_used} restarts were used")
+    if job.incidents.restarts_used:
+        problems.append(f"{job.incidents.restarts_used} restarts were used")
     return problems
 
 

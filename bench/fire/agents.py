@@ -1,5 +1,5 @@
-"""Processes that do what an agent does for snapshots: own the memory, bring what is wanted to storage, copy it to the
-next node."""
+"""Processes that do what an agent does for snapshots: own the memory, upload what is wanted, copy it to the next
+node."""
 
 from __future__ import annotations
 
@@ -14,66 +14,65 @@ from typing import Any
 from fire.failure import start
 from fire.homes import JOB
 from holdfast.agent.config import AgentConfig, Program
-from holdfast.agent.logs import LogPlan
-from holdfast.agent.memory.persister import Persister
-from holdfast.agent.memory.state_keeper import StateKeeper
-from holdfast.agent.memory.vault import Vault
 from holdfast.agent.reports import Reports
-from holdfast.core.events import CheckpointWritten, Event, JobSpec
+from holdfast.agent.worker_logs import LogPlan
+from holdfast.core.events import CheckpointPublished, Event, JobSpec
 from holdfast.core.orders import Peer, Serve
-from holdfast.wire.session import Sealed
-from holdfast.wire.session import Snapshots as Settings
+from holdfast.snapshots.snapshot_manager import SnapshotManager
+from holdfast.snapshots.snapshot_store import SnapshotStore
+from holdfast.snapshots.uploader import CheckpointUploader
+from holdfast.wire.worker_messages import SnapshotSealed, SnapshotSettings
 
 MESSAGE = struct.Struct("=3q")
-"""Seat, step, whether it is to become a checkpoint."""
+"""Local rank, step, whether it is to become a checkpoint."""
 HOST = "127.0.0.1"
 HERE = -1
 LOST = -1_000
-"""Instead of a seat: a node is lost. Other numbers below zero: where node 0, 1, … takes in images."""
-TOKEN = "nobody else is to connect"
+"""Instead of a local_rank: a node is lost. Other numbers below zero: where node 0, 1, … takes in images."""
+TOKEN = "no other process is to connect"
 
 
-def persist(root: Path, node: str, url: str, ears: int, mouth: int) -> None:
-    """For ever. Steps that are published are said at the mouth, as an agent tells its master."""
-    asyncio.run(_persist(root, node, url, ears, mouth))
+def persist(root: Path, node: str, url: str, reader: int, writer: int) -> None:
+    """Upload until killed. Steps that are published are written to a pipe, as an agent reports them to its master."""
+    asyncio.run(_persist(root, node, url, reader, writer))
 
 
-async def _persist(root: Path, node: str, url: str, ears: int, mouth: int) -> None:
-    vault = Vault(root, node)
-    vault.open(JOB)
-    assert vault.is_open, "the memory belongs to somebody else"
-    persister = Persister(vault, "last:3", lambda step, _: say(mouth, step))
-    persister.open(JOB, url)
+async def _persist(root: Path, node: str, url: str, reader: int, writer: int) -> None:
+    snapshot_store = SnapshotStore(root, node)
+    snapshot_store.open(JOB)
+    assert snapshot_store.is_open, "another process owns the memory"
+    uploader = CheckpointUploader(snapshot_store, "last:3", lambda step, _: write_number(writer, step))
+    uploader.open(JOB, url)
 
-    def heard(seat: int, step: int, is_wanted: int) -> None:
+    def heard(local_rank: int, step: int, is_wanted: int) -> None:
         if is_wanted:
-            persister.wanted(seat, Sealed(step, True))
+            uploader.upload(local_rank, SnapshotSealed(step, True))
 
-    listen(ears, heard)
-    say(mouth, HERE)
+    listen(reader, heard)
+    write_number(writer, HERE)
     await asyncio.Event().wait()
 
 
-def replicate(root: Path, view: int, number: int, nodes: int, group: int, url: str, ears: int, mouth: int) -> None:
-    """For ever. Copies go to the next node, or with a `group` there is parity among so many. Says where it takes in
-    others' images, and is told where they all do. With a `url`, what is wanted there goes to storage too."""
-    asyncio.run(_replicate(root, view, number, nodes, group, url, ears, mouth))
+def replicate(root: Path, view: int, number: int, nodes: int, group: int, url: str, reader: int, writer: int) -> None:
+    """Copy images until killed: to the next node, or with a `group` as parity among so many. Writes to the pipe at
+    which port it accepts others' images, and reads the ports of all. With a `url`, what is wanted is uploaded too."""
+    asyncio.run(_replicate(root, view, number, nodes, group, url, reader, writer))
 
 
 async def _replicate(
-    root: Path, view: int, number: int, nodes: int, group: int, url: str, ears: int, mouth: int
+    root: Path, view: int, number: int, nodes: int, group: int, url: str, reader: int, writer: int
 ) -> None:
     node, ports = f"node-{number}", dict[int, int]()
 
     def report(event: Event) -> None:
-        if isinstance(event, CheckpointWritten):
-            say(mouth, event.step)
+        if isinstance(event, CheckpointPublished):
+            write_number(writer, event.step)
 
-    keeper = StateKeeper(_config(root, node), Reports(node, lambda: node, report))
-    keeper.open(JOB, url)
-    assert keeper.vault.is_open, "the memory belongs to somebody else"
+    manager = SnapshotManager(_config(root, node), Reports(node, lambda: node, report))
+    manager.open(JOB, url)
+    assert manager.snapshot_store.is_open, "another process owns the memory"
 
-    replication = keeper.replicate()
+    replication = manager.replicate()
 
     def peers(numbers: Iterable[int]) -> tuple[Peer, ...]:
         return tuple(Peer(node_id=f"node-{n}", address=HOST, bulk_port=ports[n], workers=1) for n in numbers)
@@ -81,16 +80,16 @@ async def _replicate(
     def serve() -> None:
         if group:
             first = number - number % group
-            keeper.serve(_order(view, number, nodes, parity=peers(range(first, first + group))))
+            manager.serve(_order(view, number, nodes, parity=peers(range(first, first + group))))
         else:
             after, before = (number + 1) % nodes, (number - 1) % nodes
-            keeper.serve(_order(view, number, nodes, partners=peers([after]), guests=peers([before])))
-        say(mouth, HERE)
+            manager.serve(_order(view, number, nodes, partners=peers([after]), replica_owners=peers([before])))
+        write_number(writer, HERE)
 
     async def rebuild(lost: int) -> None:
-        keeper.serve(_order(view + 1, number, nodes - 1, parity=peers(n for n in range(nodes) if n != lost)))
+        manager.serve(_order(view + 1, number, nodes - 1, parity=peers(n for n in range(nodes) if n != lost)))
         await replication.rebuild_lost()
-        say(mouth, HERE)
+        write_number(writer, HERE)
 
     def heard(about: int, what: int, is_wanted: int) -> None:
         if about == LOST:
@@ -101,81 +100,81 @@ async def _replicate(
                 serve()
         else:
             if is_wanted:
-                keeper.persister.wanted(about, Sealed(what, True))
-            keeper.sealed(None, Sealed(what, False))
+                manager.uploader.upload(about, SnapshotSealed(what, True))
+            manager.sealed(None, SnapshotSealed(what, False))
 
     tasks: list[asyncio.Task[None]] = []
-    listen(ears, heard)
-    say(mouth, replication.port)
+    listen(reader, heard)
+    write_number(writer, replication.port)
     await asyncio.Event().wait()
 
 
-def listen(ears: int, heard: Callable[[int, int, int], None]) -> None:
-    os.set_blocking(ears, False)
+def listen(reader: int, heard: Callable[[int, int, int], None]) -> None:
+    os.set_blocking(reader, False)
 
     def hear() -> None:
-        message = os.read(ears, MESSAGE.size)
+        message = os.read(reader, MESSAGE.size)
         if not message:
-            asyncio.get_running_loop().remove_reader(ears)
+            asyncio.get_running_loop().remove_reader(reader)
             return
         heard(*MESSAGE.unpack(message))
 
-    asyncio.get_running_loop().add_reader(ears, hear)
+    asyncio.get_running_loop().add_reader(reader, hear)
 
 
-class Staff:
-    """The agents of one life."""
+class Agents:
+    """The agents between two kills."""
 
     def __init__(self, works: Sequence[Callable[[int, int], None]]) -> None:
-        self.pids, self._ears, self._mouths = [], [], []
+        self.pids, self._to_agents, self._from_agents = [], [], []
         for work in works:
             self._start(work)
 
     def _start(self, work: Callable[[int, int], None]) -> None:
-        ears, to_agent = os.pipe()
-        mouth, from_agent = os.pipe()
+        reader, to_agent = os.pipe()
+        writer, from_agent = os.pipe()
 
         def live() -> None:
             os.close(to_agent)
-            os.close(mouth)
-            work(ears, from_agent)
+            os.close(writer)
+            work(reader, from_agent)
 
         self.pids.append(start(live))
-        os.close(ears)
+        os.close(reader)
         os.close(from_agent)
-        self._ears.append(to_agent)
-        self._mouths.append(mouth)
+        self._to_agents.append(to_agent)
+        self._from_agents.append(writer)
 
-    def ear(self, rank: int) -> int | None:
-        """Where a rank tells its agent something."""
-        return self._ears[rank % len(self._ears)] if self._ears else None
+    def pipe_to(self, rank: int) -> int | None:
+        """Return the pipe from a rank to its agent."""
+        return self._to_agents[rank % len(self._to_agents)] if self._to_agents else None
 
     def begin(self, are_partners: bool) -> None:
-        """All are there."""
-        said = [answer(mouth) for mouth in self._mouths]
+        """Wait until all are there."""
+        ports = [read_number(writer) for writer in self._from_agents]
         if are_partners:
-            for ear in self._ears:
-                for number, port in enumerate(said):
+            for ear in self._to_agents:
+                for number, port in enumerate(ports):
                     os.write(ear, MESSAGE.pack(-1 - number, port, 0))
-            for mouth in self._mouths:
-                answer(mouth)
+            for writer in self._from_agents:
+                read_number(writer)
 
     def rebuild(self, lost: int) -> None:
-        """By those that are left."""
-        left = [number for number in range(len(self._ears)) if number != lost]
+        """Have the survivors rebuild what a lost node had."""
+        left = [number for number in range(len(self._to_agents)) if number != lost]
         for number in left:
-            os.write(self._ears[number], MESSAGE.pack(LOST, lost, 0))
+            os.write(self._to_agents[number], MESSAGE.pack(LOST, lost, 0))
         for number in left:
-            answer(self._mouths[number])
+            read_number(self._from_agents[number])
 
-    def said(self) -> list[int]:
-        """Which steps were published, until their death."""
+    def published(self) -> list[int]:
+        """Return which steps were published until they were killed."""
         found: list[int] = []
-        for ear in self._ears:
+        for ear in self._to_agents:
             os.close(ear)
-        for mouth in self._mouths:
-            found += [step for step in heard(mouth) if step >= 0]
-            os.close(mouth)
+        for writer in self._from_agents:
+            found += [step for step in heard(writer) if step >= 0]
+            os.close(writer)
         return found
 
 
@@ -201,7 +200,7 @@ def _config(root: Path, node: str) -> AgentConfig:
         restart_grace_s=10.0,
         shutdown_timeout_s=10.0,
         join_timeout_s=10.0,
-        snapshots=Settings(every=1),
+        snapshots=SnapshotSettings(every=1),
         snapshot_dir=str(root),
     )
 
@@ -222,8 +221,8 @@ def _order(view: int, number: int, nodes: int, **places: Any) -> Serve:
         restart_count=0,
         restarts_max=0,
         workers=1,
-        first_ranks=tuple(range(nodes)),
-        kept=False,
+        node_sizes=((1, nodes),),
+        keeps_workers=False,
         planned=False,
         strategy=None,
         replaced=(),
@@ -233,18 +232,18 @@ def _order(view: int, number: int, nodes: int, **places: Any) -> Serve:
     )
 
 
-def say(mouth: int, step: int) -> None:
-    os.write(mouth, step.to_bytes(8, "little", signed=True))
+def write_number(writer: int, step: int) -> None:
+    os.write(writer, step.to_bytes(8, "little", signed=True))
 
 
-def answer(mouth: int) -> int:
-    """The next that is said."""
-    return int.from_bytes(os.read(mouth, 8), "little", signed=True)
+def read_number(writer: int) -> int:
+    """Return the next number from a pipe."""
+    return int.from_bytes(os.read(writer, 8), "little", signed=True)
 
 
-def heard(mouth: int) -> list[int]:
-    """All that was said until the speaker's death."""
-    said = b""
-    while more := os.read(mouth, 65_536):
-        said += more
-    return [int.from_bytes(said[at : at + 8], "little", signed=True) for at in range(0, len(said), 8)]
+def heard(writer: int) -> list[int]:
+    """Return all numbers that were written before the writer was killed."""
+    content = b""
+    while more := os.read(writer, 65_536):
+        content += more
+    return [int.from_bytes(content[at : at + 8], "little", signed=True) for at in range(0, len(content), 8)]

@@ -9,15 +9,15 @@ import traceback
 from collections.abc import Callable
 
 BROKEN = 86
-"""How a process ends that has met a bug, and not its killer."""
+"""The exit code of a process that met a bug before it was killed."""
 
 
 class BrokenError(Exception):
-    """A promise was. Says which, and when."""
+    """A promise was broken: which, and when."""
 
 
 def start(work: Callable[[], None]) -> int:
-    """A process of our own making; its id. It ends by a signal, as the work says, or with BROKEN."""
+    """Start a process; return its id. It ends by a signal, as the work says, or with BROKEN."""
     pid = os.fork()
     if pid:
         return pid

@@ -1,4 +1,4 @@
-"""Where the ranks' seats are: all on one node, or each on a node of its own, with copies on the next one."""
+"""Where the ranks' slots are: all on one node, or each on a node of its own, with copies on the next one."""
 
 from __future__ import annotations
 
@@ -8,69 +8,69 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from holdfast.agent.memory.directories import node_dir
-from holdfast.agent.memory.vault import Vault
-from holdfast.agent.replicas.guests import Guests
-from holdfast.wire.session import HeldImage, Room
-from holdfast.wire.slots import Seat
+from holdfast.snapshots.directories import node_dir
+from holdfast.snapshots.replica_store import ReplicaStore
+from holdfast.snapshots.slot_file import SlotPage
+from holdfast.snapshots.snapshot_store import SnapshotStore
+from holdfast.wire.worker_messages import BuffersReady, StoredImage
 
 JOB = "campaign"
 
 
 class Homes:
-    """`are_apart`: a node a seat."""
+    """The nodes of the ranks. `are_apart`: each rank has a node of its own."""
 
-    def __init__(self, root: Path, seats: int, are_apart: bool) -> None:
-        self._root, self._seats, self._are_apart = root, seats, are_apart
+    def __init__(self, root: Path, ranks: int, are_apart: bool) -> None:
+        self._root, self._ranks, self._are_apart = root, ranks, are_apart
 
     def node(self, rank: int) -> str:
         return f"node-{rank}" if self._are_apart else "node-0"
 
     def number(self, rank: int) -> int:
-        """Of its seat on that node."""
+        """Return its local rank on that node."""
         return 0 if self._are_apart else rank
 
-    def seat(self, rank: int) -> Seat:
-        return Seat.open(self._seat_directory(rank))
+    def page(self, rank: int) -> SlotPage:
+        return SlotPage.open(self._rank_directory(rank))
 
-    def grant(self, rank: int, size_bytes: int) -> Room:
-        with self._vault(self.node(rank)) as vault:
-            return asyncio.run(vault.grant(self.number(rank), size_bytes))
+    def allocate(self, rank: int, size_bytes: int) -> BuffersReady:
+        with self._snapshot_store(self.node(rank)) as snapshot_store:
+            return asyncio.run(snapshot_store.allocate(self.number(rank), size_bytes))
 
-    def held(self) -> list[HeldImage]:
-        """All that is in any node's memory."""
-        found: list[HeldImage] = []
+    def images(self) -> list[StoredImage]:
+        """Return all images in any node's memory."""
+        found: list[StoredImage] = []
         for node in self._nodes():
-            with self._vault(node) as vault:
-                found += vault.held()
-            found += [guest.image for guest in self._guests(node).held()]
+            with self._snapshot_store(node) as snapshot_store:
+                found += [image.stored for image in snapshot_store.images()]
+            found += [image.stored for image in self._replicas(node).images()]
         return found
 
-    def begin_from(self, step: int) -> None:
-        """As agents do when all workers begin anew."""
+    def discard_after(self, step: int) -> None:
+        """Discard later steps, as agents do when all workers restart."""
         for node in self._nodes():
-            with self._vault(node) as vault:
-                vault.forget_after(step)
-            self._guests(node).forget_after(step)
+            with self._snapshot_store(node) as snapshot_store:
+                snapshot_store.discard_after(step)
+            self._replicas(node).discard_after(step)
 
     def lose(self, rank: int) -> None:
-        """All that its node had; of several on one node, what it had itself."""
-        shutil.rmtree(node_dir(self._root, JOB, self.node(rank)) if self._are_apart else self._seat_directory(rank))
+        """Remove all that its node had; of several on one node, what it had itself."""
+        shutil.rmtree(node_dir(self._root, JOB, self.node(rank)) if self._are_apart else self._rank_directory(rank))
 
     @contextmanager
-    def _vault(self, node: str) -> Iterator[Vault]:
-        vault = Vault(self._root, node)
-        vault.open(JOB)
+    def _snapshot_store(self, node: str) -> Iterator[SnapshotStore]:
+        snapshot_store = SnapshotStore(self._root, node)
+        snapshot_store.open(JOB)
         try:
-            yield vault
+            yield snapshot_store
         finally:
-            vault.close()
+            snapshot_store.close()
 
-    def _guests(self, node: str) -> Guests:
-        return Guests(node_dir(self._root, JOB, node) / "guests")
+    def _replicas(self, node: str) -> ReplicaStore:
+        return ReplicaStore(node_dir(self._root, JOB, node) / "replicas")
 
     def _nodes(self) -> list[str]:
-        return sorted({self.node(rank) for rank in range(self._seats)})
+        return sorted({self.node(rank) for rank in range(self._ranks)})
 
-    def _seat_directory(self, rank: int) -> Path:
-        return node_dir(self._root, JOB, self.node(rank)) / f"seat-{self.number(rank)}"
+    def _rank_directory(self, rank: int) -> Path:
+        return node_dir(self._root, JOB, self.node(rank)) / f"rank-{self.number(rank)}"

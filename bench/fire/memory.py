@@ -4,8 +4,8 @@ What must be so after every kill:
 
     some step can be restored on every rank, by the code that a session uses, bit for bit as that step's state is
     all ranks' parts of it come from the same life
-    it is not older than the last step that any rank knew to be whole
-    every checkpoint that can be seen is whole, none that was announced is missing
+    it is not older than the last step that any rank knew to be complete
+    every checkpoint that can be seen is complete, none that was announced is missing
 
 A life begins with what the last one left: the newer of the two. Now and then a node's memory is lost as well: then its
 part comes from the copy on the next node (`replicates`), or the job begins with storage (`persists`). The number of
@@ -29,17 +29,17 @@ import torch
 from fire import agents
 from fire.failure import BrokenError, start
 from fire.homes import Homes
-from fire.ranks import Board, Keeper, Table, World, train
+from fire.ranks import Board, Host, Table, World, train
 from fire.state import State
 from holdfast.errors import CheckpointError
-from holdfast.state.parts import PartPlan
-from holdfast.storage.catalogue import Catalogue
+from holdfast.snapshots.slot_file import SLOTS, SlotStatus
+from holdfast.state.partition import PartPlan
+from holdfast.storage.checkpoint_catalogue import CheckpointCatalogue, FoundCheckpoint
 from holdfast.storage.stores import open_store
-from holdfast.wire.session import HeldImage, Room
-from holdfast.wire.slots import SLOTS, Status
-from holdfast.worker.collectives.talk import Talk
-from holdfast.worker.memory import checkpoints
-from holdfast.worker.memory.recalling import Recollection
+from holdfast.wire.worker_messages import BuffersReady, StoredImage
+from holdfast.worker.collectives.small_collectives import SmallCollectives
+from holdfast.worker.restore import from_checkpoints
+from holdfast.worker.restore.from_snapshots import SnapshotRestore
 
 START_LIMIT_S = 120.0
 STEPS_MAX, LONG_STEPS_MAX = 6, 40
@@ -48,7 +48,7 @@ MOMENTS_S = 0.008
 """And so long after one of them began, at most."""
 NODE_LOSS_SHARE = 0.4
 SURVIVAL_SHARE = 0.4
-"""Of lives after which the job goes on with what a survivor has, instead of beginning anew."""
+"""The share of lives after which the job goes on with what a survivor has, instead of restarting."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Kind:
     """Each rank on a node of its own, with an agent that copies its images to the next."""
     parity: int = 0
     """Instead of copies, in groups of so many."""
-    seats: int = 3
+    ranks: int = 3
 
 
 KINDS = {
@@ -85,7 +85,7 @@ KINDS = {
     "persist": Kind(persists=True, long_share=0.15),
     "replicate": Kind(is_sharded=True, replicates=True, long_share=0.6),
     "both": Kind(is_sharded=True, replicates=True, persists=True, long_share=0.6),
-    "parity": Kind(is_sharded=True, replicates=True, parity=2, seats=4, long_share=0.6),
+    "parity": Kind(is_sharded=True, replicates=True, parity=2, ranks=4, long_share=0.6),
 }
 
 
@@ -95,17 +95,17 @@ class Campaign:
     def __init__(self, directory: Path, storage: Path, kind: Kind, scale: int, seed: int) -> None:
         self._root, self._storage, self._kind, self._scale = directory, storage, kind, scale
         self._chance = random.Random(seed)
-        self._left, self._size, self._life = Left(), kind.seats if kind.replicates else 2, 0
+        self._left, self._size, self._life = Left(), kind.ranks if kind.replicates else 2, 0
         self._is_young = True
-        """Nothing can be asked of memory that has not seen a whole step yet."""
+        """Nothing can be asked of memory that has not seen a complete step yet."""
         self._lost: int | None = None
         """Whose node was lost in the last life's end."""
         self._is_copied = False
-        """Whether what is whole is on two nodes each."""
+        """Whether each complete image is on two nodes."""
         self.counts: Counter[str] = Counter()
         torch.set_num_threads(1)
-        self._homes = Homes(directory, kind.seats, are_apart=kind.replicates)
-        self._rooms = {rank: self._grant(rank) for rank in range(kind.seats)}
+        self._homes = Homes(directory, kind.ranks, are_apart=kind.replicates)
+        self._buffers = {rank: self._allocate(rank) for rank in range(kind.ranks)}
 
     def again(self) -> None:
         """One life and its end. Raises BrokenError."""
@@ -118,33 +118,33 @@ class Campaign:
             maker=self._left.maker,
             scale=self._scale,
             checkpoint_every=4 if self._kind.persists else 0,
-            recalled=self._left.step if self._left.is_recalled else -1,
+            restored=self._left.step if self._left.is_recalled else -1,
             is_intact=self._left.is_intact,
         )
-        board, said = self._run(world)
-        whole = board.whole(world.size)
+        board, published = self._run(world)
+        complete = board.complete(world.size)
         self._look_around()
-        in_memory = self._recall(world)
-        stored = self._examine_storage(world, said)
-        self._judge(world, whole, in_memory)
+        in_memory = self._restore(world)
+        stored = self._examine_storage(world, published)
+        self._judge(world, complete, in_memory)
         self._left = _newest(in_memory, stored)
         if self._chance.random() < SURVIVAL_SHARE and self._lost is None:
             self._left = self._survive(world, board)
         else:
-            self._homes.begin_from(self._left.step)
+            self._homes.discard_after(self._left.step)
         self._change()
 
     # --- a life
 
     def _run(self, world: World) -> tuple[Board, list[int]]:
         board, table = Board(), Table(world.size)
-        staff = agents.Staff(self._works(world))
-        staff.begin(are_partners=self._kind.replicates)
+        processes = agents.Agents(self._works(world))
+        processes.begin(are_partners=self._kind.replicates)
         pids = []
         for rank in range(world.size):
-            room, number, ear = self._rooms[rank], self._homes.number(rank), staff.ear(rank)
-            keeper = Keeper(number, room, ear)
-            pids.append(start(lambda r=rank, k=keeper: train(world, r, k, table.sit_down(r), board)))
+            ready, number, pipe = self._buffers[rank], self._homes.number(rank), processes.pipe_to(rank)
+            host = Host(number, ready, pipe)
+            pids.append(start(lambda r=rank, h=host: train(world, r, h, table.sit_down(r), board)))
         table.leave()
         try:
             self._wait(world, board)
@@ -154,8 +154,8 @@ class Campaign:
             time.sleep(1.0)
             raise
         finally:
-            self._kill(pids, staff, board.whole(world.size))
-        return board, staff.said()
+            self._kill(pids, processes, board.complete(world.size))
+        return board, processes.published()
 
     def _works(self, world: World) -> list[Callable[[int, int], None]]:
         """Of the agents."""
@@ -178,24 +178,24 @@ class Campaign:
             time.sleep(0.0002)
         time.sleep(self._chance.uniform(0.0, MOMENTS_S))
 
-    def _kill(self, ranks: list[int], staff: agents.Staff, whole: int) -> None:
+    def _kill(self, ranks: list[int], processes: agents.Agents, complete: int) -> None:
         """All, perhaps with what a node had in memory. From parity that is made again by agents that have survived."""
-        self._lost = self._choose_lost(whole)
+        self._lost = self._choose_lost(complete)
         if self._kind.parity and self._lost is not None:
-            lost_agent = staff.pids[self._lost]
+            lost_agent = processes.pids[self._lost]
             self._kill_all([*ranks, lost_agent])
             self._homes.lose(self._lost)
-            staff.rebuild(self._lost)
-            self._kill_all([pid for pid in staff.pids if pid != lost_agent])
+            processes.rebuild(self._lost)
+            self._kill_all([pid for pid in processes.pids if pid != lost_agent])
         else:
-            self._kill_all([*ranks, *staff.pids])
+            self._kill_all([*ranks, *processes.pids])
             if self._lost is not None:
                 self._homes.lose(self._lost)
         if self._lost is not None:
-            self._rooms[self._lost] = self._grant(self._lost)
+            self._buffers[self._lost] = self._allocate(self._lost)
 
     def _kill_all(self, pids: list[int]) -> None:
-        """At once, or one and then, a moment later, the others: somebody notices, or nobody does."""
+        """At once, or one and then, a moment later, the others: another process notices, or none does."""
         victims = self._chance.sample(pids, len(pids))
         pause_s = self._chance.choice((0.0, 0.0005, 0.003))
         for pid in victims:
@@ -211,16 +211,17 @@ class Campaign:
 
     def _look_around(self) -> None:
         """Into which moments the kill fell."""
-        records = [self._homes.seat(seat).record(slot) for seat in range(self._size) for slot in range(SLOTS)]
-        newest = [max((r.step for r in records[at : at + SLOTS]), default=-1) for at in range(0, len(records), SLOTS)]
+        pages = [self._homes.page(rank) for rank in range(self._size)]
+        records = [page.record(slot) for page in pages for slot in range(SLOTS)]
+        newest = [max(page.record(slot).image.step for slot in range(SLOTS)) for page in pages]
         self.counts["lives"] += 1
-        self.counts["in the middle of a copy"] += any(r.status is Status.WRITING for r in records)
+        self.counts["in the middle of a copy"] += any(r.status is SlotStatus.WRITING for r in records)
         self.counts["ranks at different steps"] += len(set(newest)) > 1
 
-    def _recall(self, world: World) -> Left | None:
+    def _restore(self, world: World) -> Left | None:
         """The newest state that all ranks can restore from memory, restored on each shard."""
-        held = self._homes.held()
-        found = [self._recall_on(held, world, rank) for rank in range(world.shards)]
+        images = self._homes.images()
+        found = [self._restore_on(images, world, rank) for rank in range(world.shards)]
         if any(one is None for one in found):
             return None
         lives = {(one.step, one.maker) for one in found if one is not None}
@@ -228,10 +229,10 @@ class Campaign:
             raise BrokenError(f"life {self._life}: shards are of different states: {sorted(lives)}")
         return found[0]
 
-    def _recall_on(self, held: list[HeldImage], world: World, rank: int) -> Left | None:
+    def _restore_on(self, images: list[StoredImage], world: World, rank: int) -> Left | None:
         state = world.state(rank)
-        everywhere = Talk(rank, world.size, list, lambda values: [list(values)] * world.size)
-        memory = Recollection(held, 0, 1, world.shards, state.tracked, everywhere)
+        everywhere = SmallCollectives(rank, world.size, list, lambda values: [list(values)] * world.size)
+        memory = SnapshotRestore(images, 0, 1, world.shards, state.tracked, everywhere)
         if (choice := memory.load(0)) is None:
             memory.raise_refused()
             return None
@@ -243,27 +244,29 @@ class Campaign:
             raise BrokenError(f"life {self._life}: step {step} in {where}: {wrong}")
         return Left(step, state.count.life)
 
-    def _judge(self, world: World, whole: int, found: Left | None) -> None:
-        if found is not None and found.step < whole:
-            raise BrokenError(f"life {self._life}: step {whole} was whole on all ranks, step {found.step} is restored")
+    def _judge(self, world: World, complete: int, found: Left | None) -> None:
+        if found is not None and found.step < complete:
+            raise BrokenError(
+                f"life {self._life}: step {complete} was complete on all ranks, step {found.step} is restored"
+            )
         if found is None and not self._is_young:
             raise BrokenError(f"life {self._life}: nothing in memory can be restored: {self._records()}")
         if found is not None:
             self._is_young = False
-            self.counts["went back behind what it began with"] += found.step < world.recalled
+            self.counts["went back behind what it began with"] += found.step < world.restored
 
-    def _examine_storage(self, world: World, said: list[int]) -> Left | None:
+    def _examine_storage(self, world: World, published: list[int]) -> Left | None:
         if not self._kind.persists:
             return None
-        catalogue = Catalogue(open_store(str(self._storage)))
+        catalogue = CheckpointCatalogue(open_store(str(self._storage)))
         listing = catalogue.list()
         mine = f"v{world.view}"
         self.counts["in the middle of a checkpoint"] += any(mine in str(left) for left in listing.unfinished)
-        self.counts["checkpoints"] += len(said)
+        self.counts["checkpoints"] += len(published)
         if listing.damaged:
             raise BrokenError(f"life {self._life}: {listing.damaged[0].why}")
         steps = [found.step for found in listing.found]
-        missing = sorted(said)[-1:] if said and max(said) > max(steps, default=-1) else []
+        missing = sorted(published)[-1:] if published and max(published) > max(steps, default=-1) else []
         if missing:
             raise BrokenError(f"life {self._life}: step {missing[0]} was announced and is not there: {steps}")
         if not listing.found:
@@ -273,11 +276,11 @@ class Campaign:
         except CheckpointError as error:
             raise BrokenError(f"life {self._life}: {error}") from error
 
-    def _load(self, world: World, found: checkpoints.Found) -> Left:
+    def _load(self, world: World, found: FoundCheckpoint) -> Left:
         lives = set()
         for rank in range(world.shards):
             state = world.state(rank)
-            checkpoints.load(found, state.tracked, rank, world.shards)
+            from_checkpoints.load(found, state.tracked, rank, world.shards)
             lives.add(self._checked(state, found.step, "storage").maker)
         if len(lives) > 1:
             raise BrokenError(f"life {self._life}: parts of step {found.step} in storage are of lives {sorted(lives)}")
@@ -287,44 +290,44 @@ class Campaign:
 
     def _survive(self, world: World, board: Board) -> Left:
         """As if one rank had survived, and the others were replaced: its state is that of the next life. What the
-        slots hold nobody has looked at."""
+        slots hold is not known to any process."""
         self.counts["one survived"] += 1
         step = max(board.read(rank)[0] for rank in range(world.size))
         return Left(step, world.view if step > world.step else world.maker)
 
     def _change(self) -> None:
-        """Another number of ranks, now and then, if the job begins anew; and a node's memory lost, if there is storage
+        """Another number of ranks, now and then, if the job restarts; and a node's memory lost, if there is storage
         to fall back on. (If a rank leaves for good while others go on, what it alone had heard goes with it: until
-        their first copy is whole, the death of all of them would leave nothing.)"""
+        their first copy is complete, the death of all of them would leave nothing.)"""
         if not self._kind.is_sharded and self._left.is_recalled and self._chance.random() < 0.2:
-            self._size = self._chance.randint(2, self._kind.seats)
+            self._size = self._chance.randint(2, self._kind.ranks)
             self.counts["other sizes"] += 1
         if self._kind.persists and self._chance.random() < 0.05:
             self._lose(self._chance.randrange(self._size))
 
     def _lose(self, rank: int) -> None:
         self._homes.lose(rank)
-        self._rooms[rank] = self._grant(rank)
+        self._buffers[rank] = self._allocate(rank)
         self._is_young, self._is_copied = True, False
         self.counts["memories lost"] += 1
         world = World(self._size, self._kind.is_sharded, self._life, 0, 0, self._scale, 0)
-        self._left = _newest(self._recall(world), self._examine_storage(world, []))
-        self._homes.begin_from(self._left.step)
+        self._left = _newest(self._restore(world), self._examine_storage(world, []))
+        self._homes.discard_after(self._left.step)
 
-    def _choose_lost(self, whole: int) -> int | None:
-        """All that one node had in memory goes with it, once others have it too: until the next step is whole after
+    def _choose_lost(self, complete: int) -> int | None:
+        """All that one node had in memory goes with it, once others have it too: until the next step is complete after
         that, there is one copy of some of it."""
-        self._is_copied |= whole >= 0
+        self._is_copied |= complete >= 0
         if not (self._kind.replicates and self._is_copied and self._chance.random() < NODE_LOSS_SHARE):
             return None
         self._is_copied = False
         self.counts["nodes lost"] += 1
         return self._chance.randrange(self._size)
 
-    def _grant(self, rank: int) -> Room:
-        return self._homes.grant(rank, self._room_bytes())
+    def _allocate(self, rank: int) -> BuffersReady:
+        return self._homes.allocate(rank, self._buffer_bytes())
 
-    def _room_bytes(self) -> int:
+    def _buffer_bytes(self) -> int:
         """For the largest share there may be."""
         shares = 1 if self._kind.is_sharded else 2
         about = {"part": "0", "shards": "9", "shares": "9"}
@@ -332,16 +335,17 @@ class Campaign:
         return max(PartPlan(flat, shares, share, about).layout.size_bytes for share in range(shares)) + 2**16
 
     def _records(self) -> str:
-        seats = {seat: self._homes.seat(seat) for seat in range(self._size)}
-        return "; ".join(
-            f"rank {seat} (whole {page.get('whole')}): "
-            + ", ".join(f"{r.status.name} {r.step} of life {r.view}" for r in map(page.record, range(SLOTS)))
-            for seat, page in seats.items()
-        )
+        found = []
+        for rank in range(self._size):
+            page = self._homes.page(rank)
+            records = [page.record(slot) for slot in range(SLOTS)]
+            slots = ", ".join(f"{r.status.name} {r.image.step} of life {r.image.view}" for r in records)
+            found.append(f"rank {rank} (complete {page.get('complete')}): {slots}")
+        return "; ".join(found)
 
 
 def _newest(in_memory: Left | None, stored: Left | None) -> Left:
-    """What a job begins anew with: memory, unless storage is newer."""
+    """Return what a job restarts from: memory, unless storage is newer."""
     if in_memory is not None and (stored is None or in_memory.step >= stored.step):
         return in_memory
     return stored or Left()

@@ -1,7 +1,7 @@
 """Processes that train as a session's workers do, as far as snapshots are concerned, and agree through pipes.
 
 The order is the engine's: a copy begins with the step, the forward runs beside it, the update waits for its tensors,
-and before it all ranks exchange the words of the snapshots (worker/memory/snapshots.py). A rank that finds another one
+and before it all ranks exchange their votes about snapshots (worker/snapshot/taker.py). A rank that finds another one
 dead waits for its own end, as there is nobody to repair it here.
 """
 
@@ -22,14 +22,14 @@ import torch
 
 from fire.agents import MESSAGE
 from fire.state import State
-from holdfast.wire.session import NeedRoom, Room, Sealed
-from holdfast.wire.session import Snapshots as Settings
-from holdfast.worker.memory.snapshots import Cut, Snapshots
+from holdfast.core.image_info import ImageInfo
+from holdfast.wire.worker_messages import AllocateBuffers, BuffersReady, SnapshotSealed, SnapshotSettings
+from holdfast.worker.snapshot.taker import SnapshotTaker
 
 LATE_SHARE, LATE_S = 0.1, 0.01
-WORDS = struct.Struct("=2q")
+RECORD = struct.Struct("=2q")
 ALL_HAVE_IT = -1
-"""The first of the words that travel with a commit, if every rank has the last image whole."""
+"""The first number of the vote at a commit, if the last image of every rank is complete."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class World:
     maker: int
     scale: int
     checkpoint_every: int
-    recalled: int = -1
+    restored: int = -1
     """The step that all ranks have restored from memory, if they have."""
     is_intact: bool = False
     """And each had its own part of it."""
@@ -53,26 +53,28 @@ class World:
     def shards(self) -> int:
         return self.size if self.is_sharded else 1
 
-    def cut(self, rank: int) -> Cut:
-        return Cut(self.shards, self.size // self.shards, rank)
+    def image(self, rank: int) -> ImageInfo:
+        """Return what all images of a rank have in common."""
+        return ImageInfo(-1, rank, self.shards, self.size // self.shards, self.view, seed=1)
 
     def state(self, rank: int) -> State:
         return State(self.scale, rank % self.shards)
 
 
-class Keeper:
-    """See snapshots.Keeper: room that is there, and a pipe to the agent if there is one."""
+class Host:
+    """Buffers that are there, and a pipe to the agent if there is one (buffers.SnapshotHost)."""
 
-    def __init__(self, seat: int, room: Room, to_agent: int | None) -> None:
-        self.room: Room | None = room
-        self._seat, self._to_agent = seat, to_agent
+    def __init__(self, local_rank: int, buffers_ready: BuffersReady, to_agent: int | None) -> None:
+        self.buffers_ready: BuffersReady | None = buffers_ready
+        self._local_rank, self._to_agent = local_rank, to_agent
 
-    def tell(self, message: NeedRoom | Sealed) -> None:
-        if isinstance(message, NeedRoom):
-            assert self.room is not None and message.size_bytes <= self.room.size_bytes, "less room than asked for"
+    def tell(self, message: AllocateBuffers | SnapshotSealed) -> None:
+        if isinstance(message, AllocateBuffers):
+            ready = self.buffers_ready
+            assert ready is not None and message.size_bytes <= ready.size_bytes, "too little memory"
         elif self._to_agent is not None:
             with suppress(BrokenPipeError):  # the agent was killed first
-                os.write(self._to_agent, MESSAGE.pack(self._seat, message.step, message.wanted))
+                os.write(self._to_agent, MESSAGE.pack(self._local_rank, message.step, message.wanted))
 
 
 class Table:
@@ -127,19 +129,19 @@ class Dawdle:
 
 
 class Board:
-    """What ranks say to whoever outlives them: the step they are at, and the last that they know to be whole."""
+    """What ranks say to whoever outlives them: the step they are at, and the last that they know to be complete."""
 
     def __init__(self) -> None:
         self._page = mmap.mmap(-1, mmap.PAGESIZE)
 
-    def write(self, rank: int, step: int, whole: int) -> None:
-        WORDS.pack_into(self._page, rank * WORDS.size, step, whole)
+    def write(self, rank: int, step: int, complete: int) -> None:
+        RECORD.pack_into(self._page, rank * RECORD.size, step, complete)
 
     def read(self, rank: int) -> tuple[int, int]:
-        step, whole = WORDS.unpack_from(self._page, rank * WORDS.size)
-        return step, whole
+        step, complete = RECORD.unpack_from(self._page, rank * RECORD.size)
+        return step, complete
 
-    def whole(self, size: int) -> int:
+    def complete(self, size: int) -> int:
         """What any of them knows of."""
         return max(self.read(rank)[1] for rank in range(size))
 
@@ -147,7 +149,7 @@ class Board:
 def train(
     world: World,
     rank: int,
-    keeper: Keeper,
+    host: Host,
     agree: Callable[[Sequence[int]], list[int]],
     board: Board,
 ) -> None:
@@ -155,12 +157,12 @@ def train(
     torch.set_num_threads(1)
     state, step = world.state(rank), world.step
     state.become(step, world.maker)
-    settings = Settings(every=1, checkpoint_every_steps=world.checkpoint_every)
-    snapshots = Snapshots(keeper, state.tracked, settings)
-    snapshots.start_from(world.recalled, world.is_intact)
-    snapshots.enter(world.cut(rank), world.view, 1, 0, 1)
-    whole = -1
-    board.write(rank, step, whole)
+    settings = SnapshotSettings(every=1, checkpoint_every_steps=world.checkpoint_every)
+    snapshots = SnapshotTaker(host, state.tracked, settings)
+    snapshots.start_from(world.restored, world.is_intact)
+    snapshots.enter(world.image(rank), 1)
+    complete = -1
+    board.write(rank, step, complete)
     dawdle = Dawdle(world.view * 100 + rank)
     while True:
         snapshots.begin(step)
@@ -168,13 +170,13 @@ def train(
         dawdle()
         snapshots.join(state.optimizer)
         dawdle()
-        words = agree(snapshots.words(step))
+        votes = agree(snapshots.vote(step))
         dawdle()
-        snapshots.agreed(step, words)
+        snapshots.apply_vote(step, votes)
         dawdle()
-        if words[0] == ALL_HAVE_IT:
-            whole = snapshots._last
+        if votes[0] == ALL_HAVE_IT:
+            complete = snapshots._last
         step += 1
-        board.write(rank, step, whole)
+        board.write(rank, step, complete)
         state.update(step, world.view)
         snapshots.poll()

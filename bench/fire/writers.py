@@ -1,11 +1,11 @@
-"""Processes that write and remove checkpoints, killed at named points (storage/points.py) and at random moments.
+"""Processes that write and remove checkpoints, killed at named points (storage/failpoints.py) and at random moments.
 
-Every attempt has two writers, each with a part; somebody may prune meanwhile. Some run to their end, some die. Another
-attempt at the same step goes on with what the dead left, under the same name, or begins anew under another. After each:
+Every attempt has two writers, each with a part; another process may prune. Some run to their end, some die. Another
+attempt at the same step goes on with what the dead left, under the same name, or begins under another. After each:
 
-    every checkpoint that can be seen is whole, and all its parts are of one attempt
-    the newest is that of the attempt, if one of its writers said so, or else that or the one before
-    nothing that was kept is gone
+    every checkpoint that can be seen is complete, and all its parts are of one attempt
+    the newest is that of the attempt, if one of its writers reported it, or else that or the one before
+    nothing that should stay is gone
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fire.failure import BROKEN, BrokenError, start
-from holdfast.storage import points
-from holdfast.storage.catalogue import Catalogue, Found
-from holdfast.storage.image import Piece, plan
-from holdfast.storage.manifest import About
+from holdfast.storage import failpoints
+from holdfast.storage.checkpoint_catalogue import CheckpointCatalogue, FoundCheckpoint
+from holdfast.storage.checkpoint_writer import CheckpointWriter
+from holdfast.storage.image import TensorRegion, plan
+from holdfast.storage.manifest import CheckpointInfo
 from holdfast.storage.retention import LastN
 from holdfast.storage.stores import open_store
-from holdfast.storage.writing import Writing
 
 PARTS = 2
 KEPT = 2
@@ -44,14 +44,14 @@ LIMIT_S = 60.0
 def image(step: int, attempt: int, number: int, size_bytes: int) -> memoryview:
     """A part that is a function of what it is a part of."""
     count = size_bytes // 4
-    piece = Piece(
+    piece = TensorRegion(
         name=f"weight{number}",
         path=(f"weight{number}",),
         index=0,
         dtype="float32",
         shape=(count,),
         offsets=(0,),
-        whole=(count,),
+        full_shape=(count,),
     )
     layout = plan([piece], 4096, {})
     buffer = memoryview(bytearray(layout.size_bytes))
@@ -66,7 +66,7 @@ class Siege:
     """Of one directory."""
 
     def __init__(self, directory: Path, seed: int) -> None:
-        self._catalogue = Catalogue(open_store(str(directory)))
+        self._catalogue = CheckpointCatalogue(open_store(str(directory)))
         self._chance = random.Random(seed)
         self._step, self._attempt, self._size_bytes = 1, 1, SIZES[0]
         self._newest = 0
@@ -88,8 +88,8 @@ class Siege:
     # --- in a process of its own
 
     def _write(self, number: int) -> None:
-        about = About(step=self._step, world_size=PARTS, shards=PARTS, created_unix_s=1.5, job_id="campaign")
-        with Writing(self._catalogue.store, about, f"attempt-{self._attempt}") as writing:
+        about = CheckpointInfo(step=self._step, world_size=PARTS, shards=PARTS, created_unix_s=1.5, job_id="campaign")
+        with CheckpointWriter(self._catalogue.store, about, f"attempt-{self._attempt}") as writing:
             writing.write_part(number, image(self._step, self._attempt, number, self._size_bytes))
             for _ in range(PUBLISH_TRIES):
                 if writing.publish() is not None:
@@ -114,7 +114,7 @@ class Siege:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         def doomed_task() -> None:
-            points.on_point = on_point
+            failpoints.on_point = on_point
             task()
 
         return doomed_task
@@ -167,12 +167,12 @@ class Siege:
             self._compare(listing.found[0])
         self._newest = newest
 
-    def _compare(self, found: Found) -> None:
+    def _compare(self, found: FoundCheckpoint) -> None:
         attempt = int(found.manifest.nonce.removeprefix("attempt-"))
         for part in found.manifest.parts:
             read = self._catalogue.store.read(found.name(part))
-            said = [image(found.step, attempt, part.number, size) for size in set(SIZES)]
-            if read not in said:
+            expected = [image(found.step, attempt, part.number, size) for size in set(SIZES)]
+            if read not in expected:
                 raise BrokenError(f"part {part.number} of step {found.step} is not what attempt {attempt} wrote")
 
     def _move_on(self) -> None:

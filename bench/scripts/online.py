@@ -57,7 +57,7 @@ def listen() -> None:
 
 def cut() -> None:
     try:
-        groups.current_realm().mesh.shut()
+        groups.current_connections().mesh.shut()
     except HoldfastError:
         pass  # in no view
 

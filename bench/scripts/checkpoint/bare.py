@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -18,16 +20,16 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from training import SIZE_BYTES, STORAGE, TURNS, Clock, Training, drop_from_cache, serve, stall_turn, timed
 
 import holdfast as hf
+from holdfast.snapshots.slot_file import SlotPage, map_image
 from holdfast.state.tracked import Tracked
-from holdfast.storage.catalogue import Catalogue
-from holdfast.storage.image import block_checksums
-from holdfast.storage.manifest import About
+from holdfast.storage.checkpoint_catalogue import CheckpointCatalogue
+from holdfast.storage.checkpoint_writer import CheckpointWriter
+from holdfast.storage.manifest import CheckpointInfo
 from holdfast.storage.stores import open_store
-from holdfast.storage.writing import Writing
-from holdfast.wire.session import HeldImage
-from holdfast.wire.slots import Seat, map_image
-from holdfast.worker.collectives import talk
-from holdfast.worker.memory import checkpoints, recalling
+from holdfast.util.blocks import block_checksums, pack_checksums
+from holdfast.wire.worker_messages import StoredImage
+from holdfast.worker.collectives import small_collectives
+from holdfast.worker.restore import from_checkpoints, from_snapshots
 
 BLOCK = 8 * 2**20
 
@@ -212,74 +214,67 @@ class Bare:
 
     # --- ours against the raw speed of what it goes to
 
-    def image(self) -> tuple[Seat, int]:
+    def image(self) -> tuple[SlotPage, int]:
         """The newest image in memory of the Checkpointer."""
         ours = self.saver("checkpointer")
         if ours.step == 0:
             ours.save()
             ours.wait()
-        seat = ours.checkpoints._keeper._seat
-        return seat, max(seat.sealed(), key=lambda slot: seat.record(slot).step)
+        page = ours.checkpoints._host._page
+        return page, max(page.sealed(), key=lambda slot: page.record(slot).image.step)
 
     def raw(self) -> dict[str, Any]:
         return {"memcpy_s": self.training.memcpy_s(1), "memcpy_2_s": self.training.memcpy_s(2)}
 
     def persist(self) -> dict[str, Any]:
         """The same bytes: written raw by one thread and by two, and as a checkpoint."""
-        seat, slot = self.image()
-        record, directory = seat.record(slot), STORAGE / "persist"
-        memory = map_image(seat.path(slot), record.size_bytes, is_writable=False)
+        page, slot = self.image()
+        record, directory = page.record(slot), STORAGE / "persist"
+        memory = map_image(page.path(slot), record.image.size_bytes, is_writable=False)
         with memoryview(memory) as image:
             _touch(image)
             raw = {f"raw_write_{threads}_s": _raw_write(image, STORAGE / "raw", threads) for threads in (1, 2)}
-            about = About(step=1, world_size=1, shards=1, created_unix_s=1.0)
+            about = CheckpointInfo(step=1, world_size=1, shards=1, created_unix_s=1.0)
             shutil.rmtree(directory, ignore_errors=True)
             began_at = time.perf_counter()
-            with Writing(open_store(str(directory)), about, "bench") as writing:
+            with CheckpointWriter(open_store(str(directory)), about, "bench") as writing:
                 writing.write_part(0, image)
                 writing.publish()
             took_s = time.perf_counter() - began_at
         memory.close()
-        return raw | {"persist_s": took_s, "size_bytes": record.size_bytes}
+        return raw | {"persist_s": took_s, "size_bytes": record.image.size_bytes}
 
     def restore(self) -> dict[str, Any]:
         """From shared memory as a worker does, and from the disk, cold."""
         training = self.training
         tracked = Tracked(model=training.model, optimizer=training.optimizer)
-        seat, slot = self.image()
-        record = seat.record(slot)
-        memory = map_image(seat.path(slot), record.size_bytes, is_writable=False)
+        page, slot = self.image()
+        record = page.record(slot)
+        memory = map_image(page.path(slot), record.image.size_bytes, is_writable=False)
         with memoryview(memory) as image:
-            checksums = tuple(block_checksums(image))
+            checksums = pack_checksums(block_checksums(image))
         memory.close()
-        held = HeldImage(
-            path=str(seat.path(slot)),
-            step=record.step,
-            part=0,
-            shards=1,
-            shares=1,
-            size_bytes=record.size_bytes,
-            seed=record.seed,
-            first_step=0,
-            view=record.view,
-            checksums=checksums,
-        )
-
-        def recall() -> None:
-            memory = recalling.Recollection([held], 0, 1, 1, tracked, talk.outside())
-            assert memory.load(0) is not None
-
         found = {"memcpy_s": training.memcpy_s(1), "memcpy_2_s": training.memcpy_s(2)}
-        found["recall_s"] = timed(recall)
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as shared:  # files, as an agent has: these here are links
+            for file in page.directory.iterdir():
+                shutil.copyfile(file, Path(shared) / file.name)
+            path = str(Path(shared) / page.path(slot).name)
+            held = StoredImage(path=path, info=msgspec.structs.replace(record.image, checksums=checksums))
+
+            def recall() -> None:
+                memory = from_snapshots.SnapshotRestore([held], 0, 1, 1, tracked, small_collectives.outside())
+                assert memory.load(0) is not None
+
+            found["recall_s"] = timed(recall)
         directory = STORAGE / "persist"
-        stored = Catalogue(open_store(str(directory))).open(1)
+        stored = CheckpointCatalogue(open_store(str(directory))).open(1)
         drop_from_cache(directory)
         found["raw_read_1_s"] = timed(lambda: _raw_read(directory / "step-1" / stored.manifest.parts[0].file, 1))
         drop_from_cache(directory)
         found["raw_read_2_s"] = timed(lambda: _raw_read(directory / "step-1" / stored.manifest.parts[0].file, 2))
         drop_from_cache(directory)
-        found["load_cold_s"] = timed(lambda: checkpoints.load(stored, tracked, 0, 1))
-        found["load_warm_s"] = timed(lambda: checkpoints.load(stored, tracked, 0, 1))
+        found["load_cold_s"] = timed(lambda: from_checkpoints.load(stored, tracked, 0, 1))
+        found["load_warm_s"] = timed(lambda: from_checkpoints.load(stored, tracked, 0, 1))
         return found
 
 

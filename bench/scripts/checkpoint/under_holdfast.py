@@ -22,7 +22,7 @@ class Session:
         self._steps = iter(self.job.steps(STEPS))
         self.waited, self.first_s = Clock(), 0.0
         self.step()
-        self.snapshots: Any = self.job._engine._snapshots
+        self.snapshots: Any = self.job._engine._state._snapshots
         self._watch()
 
     def step(self) -> None:
@@ -82,7 +82,7 @@ class Session:
         while not self.first_s:
             self.waited.wall_s = 0.0
             self.step()
-        room_bytes = 2 * self.snapshots._room.seat.room_bytes()
+        room_bytes = 2 * self.snapshots._buffers.page.capacity_bytes()
         return {
             "first_s": self.first_s,
             "until_s": time.perf_counter() - began_at,

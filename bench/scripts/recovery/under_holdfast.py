@@ -18,7 +18,8 @@ for step in job.steps(workload.STEPS):
         step.backward(workload.loss(model, step.number, job.rank))
         optimizer.step()
         optimizer.zero_grad()
-    diary.note("step", job.rank, job.world_size, step.number)
+    if step.is_committed:
+        diary.note("step", job.rank, job.world_size, step.number)
     if workload.at_gate(step.number):
         with job.paused("gate"):
             workload.wait_at_gate(step.number)
