@@ -1,4 +1,5 @@
-"""Flash checkpoints in a loop of one's own. Kill it and start it again: it goes on, with the same bits.
+"""Checkpoints written in the background of your own training loop. Kill it and start it again: it resumes from the last
+checkpoint and ends with the same bits.
 
     python examples/checkpoints.py runs/7
     holdfast run --nproc-per-node 2 --max-restarts 3 examples/checkpoints.py runs/7
@@ -14,7 +15,7 @@ from torch import nn
 import holdfast as hf
 
 parser = argparse.ArgumentParser()
-parser.add_argument("directory", help="or a URL, like s3://bucket/run")
+parser.add_argument("directory", help="directory of the checkpoints, or a URL like s3://bucket/run")
 parser.add_argument("--steps", type=int, default=300)
 parser.add_argument("--every", type=int, default=50)
 arguments = parser.parse_args()

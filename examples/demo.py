@@ -1,5 +1,5 @@
-"""The main job in a minute: train with two workers and a spare, kill one half way, see the others go on as if nothing
-had happened; then train undisturbed, and compare the bits.
+"""Recovery shown in a minute: train with two workers and a spare, kill one worker half way, and see the job go on. Then
+train without a fault, and compare the bits of the two models.
 
     python examples/demo.py            (or: make demo)
 """
@@ -13,7 +13,7 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
-from holdfast.core.records import IncidentClosed, JobFinished, NodeStarted
+from holdfast.core.records import IncidentClosed, JobFinished, WorkersStartedRecord
 from holdfast.core.sentences import phase_durations
 from holdfast.journal import read_entries
 
@@ -28,18 +28,18 @@ def main() -> int:
 
 
 def demonstrate(directory: Path) -> int:
-    disturbed = train(directory, JOB, kill=True)
+    with_fault = train(directory, JOB, kill=True)
     show(directory)
-    print("\nthe same again, undisturbed:\n", flush=True)
-    undisturbed = train(directory, "undisturbed", kill=False)
-    print(f"\nwith a kill  {disturbed}\nwithout      {undisturbed}")
-    is_same = bool(disturbed) and disturbed == undisturbed
+    print("\nthe same training without a fault:\n", flush=True)
+    without_fault = train(directory, "without-fault", kill=False)
+    print(f"\nwith a kill  {with_fault}\nwithout      {without_fault}")
+    is_same = bool(with_fault) and with_fault == without_fault
     print("the same bits" if is_same else "NOT the same bits")
     return 0 if is_same else 1
 
 
 def train(directory: Path, job_id: str, *, kill: bool) -> str:
-    """The digest of the trained parameters; empty if the job failed."""
+    """Train, and return a digest of the trained parameters; an empty text if the job failed."""
     result = directory / f"{job_id}.digest"
     command = [sys.executable, "-m", "holdfast", "run", "--nproc-per-node", "2", "--spares", "1"]
     command += ["--rdzv-id", job_id, "--log-format", "text", str(ROOT / "examples/train_session.py")]
@@ -65,26 +65,26 @@ def journal_of(directory: Path) -> list[object]:
 
 
 def wait_until_half_way(directory: Path, job: subprocess.Popen) -> int:
-    """The process id of rank 1, once half of the steps are committed: its own log of steps says so."""
+    """Wait until the log of steps has half of them, and return the process id of rank 1; 0 if the job ended before."""
     while job.poll() is None:
         logs = list(directory.glob("logs/*/attempt_0/0/steps.jsonl"))
         if logs and len(logs[0].read_text().splitlines()) >= STEPS // 2:
-            started = [record for record in journal_of(directory) if isinstance(record, NodeStarted)]
+            started = [record for record in journal_of(directory) if isinstance(record, WorkersStartedRecord)]
             return started[-1].pids[1]
         time.sleep(0.05)
     return 0
 
 
 def show(directory: Path) -> None:
-    """The receipt of the recovery, who stayed, and how the job ended, from its journal."""
-    started = [record for record in journal_of(directory) if isinstance(record, NodeStarted)]
+    """Print from the journal what the recovery took, which processes stayed, and how the job ended."""
+    started = [record for record in journal_of(directory) if isinstance(record, WorkersStartedRecord)]
     for record in journal_of(directory):
         if isinstance(record, IncidentClosed):
             print(f"\nwhat happened: {record.cause}")
             print(f"what was done: {record.strategy.value}, view {record.view_before} → {record.view_after}")
             for phase, duration_s in phase_durations(record):
                 print(f"  {phase:12s} {duration_s * 1000:7.1f} ms")
-            print(f"  {'in all':12s} {(record.at - record.happened_at) * 1000:7.1f} ms")
+            print(f"  {'total':12s} {(record.at - record.happened_at) * 1000:7.1f} ms")
         if isinstance(record, JobFinished):
             print(f"\nthe job {record.outcome.value}: {record.why}")
     for before, after in pairwise(started):

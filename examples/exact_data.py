@@ -40,7 +40,7 @@ def main() -> None:
 
     dist.init_process_group("gloo")
     train(args)
-    dist.destroy_process_group()  # after the model is gone: the last of a gloo group's users must not be DDP itself
+    dist.destroy_process_group()  # after the model: DDP must not outlive a gloo group
 
 
 def train(args: argparse.Namespace) -> None:
@@ -50,18 +50,19 @@ def train(args: argparse.Namespace) -> None:
 
     dataset = Sines()
     sampler = hf.Sampler(dataset, global_batch_size=48, seed=0)  # <- instead of DistributedSampler
-    loader = DataLoader(dataset, batch_sampler=sampler, num_workers=1)  # <- as batch_sampler
+    loader = DataLoader(dataset, batch_sampler=sampler, num_workers=1)  # <- the sampler is a batch_sampler
 
     if args.checkpoint.exists():
         saved = torch.load(args.checkpoint, weights_only=True)
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
-        sampler.load_state_dict(saved["data"])  # <- at once, however far it is
+        sampler.load_state_dict(saved["data"])  # <- resumes at once, without reading the data before
     if dist.get_rank() == 0:
-        print(f"from step {sampler.step}, epoch {sampler.epoch}, with {dist.get_world_size()} workers", flush=True)
+        workers = dist.get_world_size()
+        print(f"starting from step {sampler.step}, epoch {sampler.epoch}, with {workers} workers", flush=True)
 
     for epoch in range(args.epochs):
-        sampler.set_epoch(epoch)  # <- what is committed of it is not drawn again
+        sampler.set_epoch(epoch)  # <- committed samples of this epoch are not drawn again
         for x, y in loader:
             loss = mse_loss(model(x), y) * sampler.loss_scale  # <- the mean over the global batch
             optimizer.zero_grad()

@@ -1,7 +1,7 @@
-"""A small character-level transformer, trained with plain DistributedDataParallel. It knows nothing of Holdfast:
-`torchrun --nproc-per-node 2 examples/train_characters.py` runs it as well.
+"""A small character-level transformer, trained with plain DistributedDataParallel. It does not import Holdfast:
+`torchrun --nproc-per-node 2 examples/train_characters.py README.md` runs it as well.
 
-It keeps a checkpoint of its own every few steps and starts from it, as most scripts do.
+It writes a checkpoint of its own every few steps and resumes from it, as most scripts do.
 """
 
 import argparse
@@ -23,7 +23,7 @@ class CharacterModel(nn.Module):
     def __init__(self, characters: int, width: int = 64) -> None:
         super().__init__()
         self.symbols = nn.Embedding(characters, width)
-        self.places = nn.Embedding(CONTEXT, width)
+        self.positions = nn.Embedding(CONTEXT, width)
         layer = nn.TransformerEncoderLayer(width, nhead=4, dim_feedforward=4 * width, dropout=0.0, batch_first=True)
         self.layers = nn.TransformerEncoder(layer, num_layers=2, enable_nested_tensor=False)
         self.head = nn.Linear(width, characters)
@@ -31,7 +31,7 @@ class CharacterModel(nn.Module):
     def forward(self, text: torch.Tensor) -> torch.Tensor:
         length = text.shape[1]
         mask = nn.Transformer.generate_square_subsequent_mask(length)
-        x = self.symbols(text) + self.places(torch.arange(length))
+        x = self.symbols(text) + self.positions(torch.arange(length))
         return self.head(self.layers(x, mask=mask, is_causal=True))
 
 
@@ -60,7 +60,7 @@ def main() -> None:
 
     dist.init_process_group("gloo")
     train(args)
-    dist.destroy_process_group()  # after the model is gone: the last of a gloo group's users must not be DDP itself
+    dist.destroy_process_group()  # after the model: DDP must not outlive a gloo group
 
 
 def train(args: argparse.Namespace) -> None:

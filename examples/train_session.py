@@ -1,9 +1,9 @@
-"""The character model again, with a session: a fault repeats the interrupted step, and costs nothing else.
+"""The character model again, with a session: after a fault only the interrupted step is repeated.
 
     holdfast run --standalone --nproc-per-node 2 --spares 1 examples/train_session.py --steps 200 README.md
 
-Compare it with train_characters.py: four lines came (marked), and the checkpoint code went. It also runs with torchrun,
-or alone with python; then nothing is repaired.
+Compare it with train_characters.py: five lines were added (marked), and the checkpoint code was removed. It also runs
+with torchrun, or with python alone; then there is no recovery.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import holdfast as hf
 
 
 class Windows(torch.utils.data.Dataset):
-    """Stretches of the text, and the same one character later."""
+    """Windows of the text, each with the same window one character later as its target."""
 
     def __init__(self, text: torch.Tensor) -> None:
         self.text = text
@@ -39,6 +39,11 @@ def digest(model: torch.nn.Module) -> str:
     return found.hexdigest()[:16]
 
 
+def report(job: hf.Job) -> None:
+    if job.rank == 0 and job.step % 20 == 0:
+        print(f"step {job.step:4d}  loss {job.logged['loss']:.3f}  view {job.view}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=200)
@@ -52,7 +57,7 @@ def main() -> None:
     model = DistributedDataParallel(CharacterModel(len(alphabet)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     data = hf.Loader(Windows(text), global_batch_size=32, seed=0)
-    job.track(model=model, optimizer=optimizer, data=data)  # what makes up the state
+    job.track(model=model, optimizer=optimizer, data=data)  # the state that is saved and restored
 
     for step in job.steps(args.steps):  # the steps that are left
         with step:  # a fault in here repeats the step
@@ -62,8 +67,7 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             step.log(loss=loss)
-        if job.rank == 0 and job.step % 20 == 0:
-            print(f"step {job.step:4d}  loss {job.logged['loss']:.3f}  view {job.view}", flush=True)
+            step.after_commit(lambda: report(job))  # runs once, when the step is committed
 
     if job.rank == 0:
         print(f"trained: {digest(model)}", flush=True)
