@@ -154,6 +154,25 @@ def test_ranks_of_a_tree_send_to_each_other_without_connecting_all() -> None:
     assert together(transfer, 4) == [[3]] * 4
 
 
+def transfer_in_a_ring(member: Member, rank: int, size: int) -> Any:
+    """Each begins with its right neighbour, whose connection waits for that one's, and so on around."""
+    grow_trees()
+    member.start(rank, size)
+    right, left = (rank + 1) % size, (rank - 1) % size
+    works = [dist.isend(torch.tensor([rank]), right)]
+    time.sleep(0.3)
+    works.append(dist.isend(torch.tensor([rank]), left))
+    received = torch.zeros(2, dtype=torch.int64)
+    dist.recv(received[:1], left)
+    dist.recv(received[1:], right)
+    assert all(work is not None and work.wait() for work in works)
+    return received.tolist()
+
+
+def test_ranks_connect_with_each_other_in_whatever_order_each_begins_to() -> None:
+    assert together(transfer_in_a_ring, 3) == [[2, 1], [0, 2], [1, 0]]
+
+
 # Who dies in it
 
 PHASES: dict[str, tuple[int, str, int, bool]] = {

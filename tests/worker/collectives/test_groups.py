@@ -273,6 +273,25 @@ def test_groups_of_all_ranks_follow_a_growing_world() -> None:
     assert together(grow, 3) == [3.0, 4.0, 5.0]
 
 
+def connect_in_own_order(member: Member, rank: int, size: int) -> Any:
+    """Two threads have a group each, as a script that saves its checkpoints on a thread does; groups connect when they
+    are first used, here on each rank another one first."""
+    member.start(rank, size)
+    two = [dist.new_group([0, 1]) for _ in range(2)]
+    sums = [torch.ones(1), torch.ones(1)]
+    threads = [threading.Thread(target=dist.all_reduce, args=(sums[at],), kwargs={"group": two[at]}) for at in range(2)]
+    threads[rank].start()
+    time.sleep(0.3)
+    threads[1 - rank].start()
+    for thread in threads:
+        thread.join()
+    return [total.item() for total in sums]
+
+
+def test_groups_of_two_threads_connect_in_whatever_order_each_rank_comes_to_them() -> None:
+    assert together(connect_in_own_order, 2) == [[2.0, 2.0]] * 2
+
+
 # Interruptions at any moment
 
 
