@@ -32,6 +32,7 @@ from holdfast.core.faults.failures import Failure, Signalled
 from holdfast.core.faults.fault_table import typed
 from holdfast.core.policy import next_deadline
 from holdfast.core.settings import Settings
+from holdfast.core.shard_map import ShardMap
 from holdfast.core.state import JobState
 from holdfast.core.transact import Turn, begin, transact
 from holdfast.journal import SqliteJournal
@@ -50,8 +51,8 @@ SPARES_SHARE = 50
 SESSIONS = {
     "none": lambda ranks: None,
     "ddp": lambda ranks: e.SessionInfo(),
-    "hsdp": lambda ranks: e.SessionInfo(shards=max(ranks // 8, 1)),
-    "fsdp": lambda ranks: e.SessionInfo(shards=ranks, replicas=1),
+    "hsdp": lambda ranks: e.SessionInfo(shard_map=ShardMap(max(ranks // 8, 1))),
+    "fsdp": lambda ranks: e.SessionInfo(shard_map=ShardMap(ranks), replicas=1),
 }
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from holdfast.agent.reports import UNSENT_REPORTS_MAX, Reports
 from holdfast.core.events import Event, NodeLeft, NumbersReported, SessionInfo, WorkerSucceeded
+from holdfast.core.shard_map import ShardMap
 
 
 class Sent:
@@ -63,10 +64,10 @@ def test_a_view_without_work_in_between_makes_commits_news_again() -> None:
 def test_a_revised_session_is_reported_after_the_view_was_joined_and_only_if_it_changed() -> None:
     sent = Sent()
     sent.reports.view = 1
-    sent.reports.report_revised(SessionInfo(shards=2))
+    sent.reports.report_revised(SessionInfo(shard_map=ShardMap(2)))
     sent.reports.report_joined(SessionInfo())
     for shards in (1, 2, 2):
-        sent.reports.report_revised(SessionInfo(shards=shards))
+        sent.reports.report_revised(SessionInfo(shard_map=ShardMap(shards)))
     assert sent.kinds() == ["ViewJoined", "SessionRevised"]
 
 

@@ -17,6 +17,7 @@ from holdfast.core import state_coverage
 from holdfast.core.faults.failures import Exited
 from holdfast.core.health.findings import CheckTask
 from holdfast.core.orders import Hold
+from holdfast.core.shard_map import ShardMap
 from holdfast.core.strategies import Strategy
 from holdfast.core.views import reassign_local_ranks
 from support.worker_groups import WorkerGroupUnderTest, serve, worker_group
@@ -67,7 +68,7 @@ def test_a_newcomer_leaves_before_workers_that_have_the_state() -> None:
 
 
 def holder(rank: int) -> state_coverage.StateHolder:
-    layout = state_coverage.ShardLayout(shards=1, replicas=0, world_size=9, first_ranks=(0,))
+    layout = state_coverage.ShardLayout(shard_map=ShardMap(1), replicas=0, world_size=9, first_ranks=(0,))
     return state_coverage.StateHolder(view=1, rank=rank, layout=layout)
 
 

@@ -11,6 +11,7 @@ from core.test_stragglers import report, rounds
 from holdfast.core import events as e
 from holdfast.core import orders as o
 from holdfast.core import records as r
+from holdfast.core.shard_map import ShardMap
 from holdfast.core.strategies import Strategy
 from holdfast.core.views import View
 from support.world import World, only
@@ -102,7 +103,7 @@ def test_one_that_has_recovered_gets_it_back_when_the_others_are_the_slow_ones()
 @pytest.mark.parametrize(
     ("slots", "session", "action"),
     [
-        (SLOTS, e.SessionInfo(shards=4, replicas=1), "shift"),  # ghosts would be passed instead
+        (SLOTS, e.SessionInfo(shard_map=ShardMap(4), replicas=1), "shift"),  # ghosts would be passed instead
         (4, None, "shift"),  # nothing to give away
         (0, None, "shift"),  # data of its own
         (SLOTS, None, "report"),

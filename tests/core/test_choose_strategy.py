@@ -14,6 +14,7 @@ from holdfast.core.assess import ENDING_TIMEOUT_S
 from holdfast.core.events import DrainRequested, ResizeRequested, SessionInfo
 from holdfast.core.faults.failures import Exited, Signalled
 from holdfast.core.faults.fault_table import typed
+from holdfast.core.shard_map import ShardMap
 from holdfast.core.state import ECHOES_LISTED_MAX
 from holdfast.core.strategies import LADDER, FailoverStrategy, Strategy
 from holdfast.core.views import View
@@ -21,9 +22,9 @@ from support.world import World, only
 
 KILLED = Signalled(9, "SIGKILL")
 DDP = SessionInfo()
-FSDP = SessionInfo(shards=4, replicas=1, resizable=False)
+FSDP = SessionInfo(shard_map=ShardMap(4), replicas=1, resizable=False)
 OWN = SessionInfo(resizable=False, per_rank=True, local_replicas=1, why_fixed="each rank has a meter")
-BARE = SessionInfo(shards=4, replicas=0, resizable=False)
+BARE = SessionInfo(shard_map=ShardMap(4), replicas=0, resizable=False)
 
 
 def training(*, session: SessionInfo = DDP, nodes: tuple[int, int] = (1, 2), **settings: Any) -> World:
@@ -210,7 +211,7 @@ def test_a_lost_node_and_a_death_elsewhere_are_repaired_together() -> None:
         (FSDP, True, "ab", Strategy.DUMP, ["a"]),  # with the copies of the others' shards
         (BARE, True, "ab", Strategy.EXIT, []),
         (DDP, True, "ab", Strategy.DUMP, ["a"]),
-        (SessionInfo(shards=2, replicas=0, resizable=False), True, "ab", Strategy.DUMP, ["a"]),
+        (SessionInfo(shard_map=ShardMap(2), replicas=0, resizable=False), True, "ab", Strategy.DUMP, ["a"]),
     ],
 )
 def test_only_those_dump_who_write_into_one_directory(
@@ -480,8 +481,12 @@ def test_a_finished_worker_leaves_nothing_to_repair() -> None:
         (FSDP, [("a", 0), ("b", 0)], False),  # rank 0's copy is with rank 2, and rank 2's with rank 0
         (FSDP, [("a", 0), ("b", 1)], True),
         (BARE, [("a", 0)], False),
-        (SessionInfo(shards=2), [("a", 0), ("b", 1)], True),  # hybrid: ranks 0 and 2, 1 and 3 have the same
-        (SessionInfo(shards=2), [("a", 0), ("b", 0)], False),
+        (
+            SessionInfo(shard_map=ShardMap(2)),
+            [("a", 0), ("b", 1)],
+            True,
+        ),  # hybrid: ranks 0 and 2, 1 and 3 have the same
+        (SessionInfo(shard_map=ShardMap(2)), [("a", 0), ("b", 0)], False),
     ],
 )
 def test_shards_must_all_have_a_live_copy(session: SessionInfo, dead: list[tuple[str, int]], online: bool) -> None:
@@ -792,7 +797,7 @@ def test_where_all_wait_to_join_for_long_the_view_is_tried_again() -> None:
 
 
 def test_a_hang_of_the_only_holder_of_a_shard_restarts_all() -> None:
-    world = training(session=SessionInfo(shards=4), restarts=1)
+    world = training(session=SessionInfo(shard_map=ShardMap(4)), restarts=1)
     world.do(world.stalled("a", 5, 5, idle=(0,)), world.stalled("b", 5, 5))
     assert not view(world).keeps_workers and decided(world).strategy is Strategy.RESTART
 
@@ -1035,12 +1040,12 @@ def test_why_there_are_not_fewer_ranks_is_said() -> None:
 
 def test_a_state_that_was_cut_again_for_fewer_ranks_is_held_as_it_is_cut_now() -> None:
     """Workers that enter their function again have other shards: what was known of the old ones counts no more."""
-    world = World(nodes=(1, 3), workers=1, session=SessionInfo(shards=3, replicas=1, resizable=True))
+    world = World(nodes=(1, 3), workers=1, session=SessionInfo(shard_map=ShardMap(3), replicas=1, resizable=True))
     world.train("a", "b", "c")
     world.do(world.broke("c"))
     world.wait(60.0)
     assert world.job.view is not None and world.job.view.strategy is Strategy.ELASTIC_TRAINING
-    world.session = SessionInfo(shards=2, replicas=1, resizable=True)
+    world.session = SessionInfo(shard_map=ShardMap(2), replicas=1, resizable=True)
     world.prove(step=9)
     assert world.job.state.session == world.session and world.job.incidents.current is None
     of_nodes = world.job.progress.holders.values()

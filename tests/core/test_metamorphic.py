@@ -11,12 +11,13 @@ from holdfast.core import events as e
 from holdfast.core import records as r
 from holdfast.core.events import SessionInfo
 from holdfast.core.faults.failures import Exited, Signalled
+from holdfast.core.shard_map import ShardMap
 from support import world as worlds
 from support.world import World
 
 MEMBERS, SPARES = 6, 3
 STORIES = range(12)
-SESSIONS = [SessionInfo(), SessionInfo(resizable=False), SessionInfo(shards=2, replicas=1), None]
+SESSIONS = [SessionInfo(), SessionInfo(resizable=False), SessionInfo(shard_map=ShardMap(2), replicas=1), None]
 
 Named = Callable[[int], str]
 Outcome = tuple[str, ...]

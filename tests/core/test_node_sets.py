@@ -13,6 +13,7 @@ from holdfast.core import events as e
 from holdfast.core import orders as o
 from holdfast.core.durability import ImageReport
 from holdfast.core.policy import next_deadline
+from holdfast.core.shard_map import ShardMap
 from holdfast.core.transact import transact
 from support.world import World
 
@@ -97,7 +98,7 @@ EVENTS: dict[str, Callable[[World], list[e.Event]]] = {
 SESSIONS = {
     "no session": lambda nodes: None,
     "the whole state": lambda nodes: e.SessionInfo(),
-    "shards": lambda nodes: e.SessionInfo(shards=2 * nodes, replicas=1),
+    "shards": lambda nodes: e.SessionInfo(shard_map=ShardMap(2 * nodes), replicas=1),
 }
 
 

@@ -25,6 +25,7 @@ from holdfast.core import records as r
 from holdfast.core.assess import living_holders
 from holdfast.core.health.reputation import Grade, Reputation
 from holdfast.core.rung_plans import may_resize
+from holdfast.core.shard_map import ShardMap
 from holdfast.core.state import JobState
 from holdfast.core.state_coverage import missing_shards
 from holdfast.core.strategies import LADDER, Strategy
@@ -44,9 +45,9 @@ SESSIONS = [
     e.SessionInfo(),
     e.SessionInfo(),
     e.SessionInfo(resizable=False),
-    e.SessionInfo(shards=2),
-    e.SessionInfo(shards=4, replicas=1, resizable=False),
-    e.SessionInfo(shards=4, replicas=1),
+    e.SessionInfo(shard_map=ShardMap(2)),
+    e.SessionInfo(shard_map=ShardMap(4), replicas=1, resizable=False),
+    e.SessionInfo(shard_map=ShardMap(4), replicas=1),
 ]
 RECOVERIES = [
     LADDER,

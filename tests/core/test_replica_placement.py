@@ -13,7 +13,6 @@ from holdfast.core.replica_placement import (
     Groups,
     PlacementSite,
     ReplicaPlacement,
-    lives_elsewhere,
     parity_groups,
     place,
 )
@@ -176,22 +175,6 @@ def test_thousands_of_nodes_are_placed_by_looking_at_few(shape: list[int], monke
     placement = place(there, 1)
     assert looks < 600 * len(there) and len(placement.partners) == len(there)
     assert max(map(len, placement.owners.values())) <= HOLDS_FACTOR_MAX
-
-
-@pytest.mark.parametrize(
-    ("first_ranks", "world_size", "shards", "expected"),
-    [
-        ((0,), 2, 1, False),
-        ((0, 2), 4, 1, True),
-        ((0, 2), 4, 4, False),
-        ((0, 2), 4, 2, True),
-        ((0, 4), 8, 2, True),
-        ((0, 2, 4, 6), 8, 8, False),
-        ((0, 1, 2), 3, 2, False),
-    ],
-)
-def test_state_that_lives_elsewhere(first_ranks: tuple[int, ...], world_size: int, shards: int, expected: bool) -> None:
-    assert lives_elsewhere(first_ranks, world_size, shards) is expected
 
 
 # --- parity groups

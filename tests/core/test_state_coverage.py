@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from holdfast.core.shard_map import ShardMap
 from holdfast.core.state_coverage import NodeHolders, ShardLayout, StateHolder, carry_holders, missing_shards
 from holdfast.core.views import ring_partner
 
@@ -37,7 +38,9 @@ def test_on_nodes_of_one_size_the_first_copy_is_on_another_node(first_ranks: tup
 
 
 def holder(rank: int, *, shards: int = 4, replicas: int = 0, world_size: int = 4) -> StateHolder:
-    layout = ShardLayout(shards=shards, replicas=replicas, world_size=world_size, first_ranks=(0, world_size // 2))
+    layout = ShardLayout(
+        shard_map=ShardMap(shards), replicas=replicas, world_size=world_size, first_ranks=(0, world_size // 2)
+    )
     return StateHolder(view=1, rank=rank, layout=layout)
 
 
@@ -80,7 +83,7 @@ def test_each_shard_is_needed() -> None:
 def own(*ranks: int, copies: int = 1, shards: int = 1) -> list[StateHolder]:
     """Those of four ranks on two nodes that live, each with state of its own: the ring is 0 → 2 → 1 → 3 → 0."""
     layout = ShardLayout(
-        shards=shards, replicas=0, world_size=4, first_ranks=(0, 2), per_rank=True, local_replicas=copies
+        shard_map=ShardMap(shards), replicas=0, world_size=4, first_ranks=(0, 2), per_rank=True, local_replicas=copies
     )
     return [StateHolder(view=1, rank=rank, layout=layout) for rank in ranks]
 

@@ -15,6 +15,7 @@ from agent.test_agent import agent
 from holdfast.core.events import SessionInfo
 from holdfast.core.image_info import BLOCK_BYTES
 from holdfast.core.orders import Peer
+from holdfast.core.shard_map import ShardMap
 from holdfast.snapshots import replicator as module
 from holdfast.snapshots.replica_store import ReplicaStore
 from holdfast.snapshots.replication import Replication
@@ -231,7 +232,7 @@ def sealed(one: Replication, step: int, content: bytes) -> None:
 def test_in_a_ring_each_holds_the_images_of_the_one_before(tmp_path: Path) -> None:
     async def test() -> None:
         async with nodes(tmp_path, "a", "b", "c") as found:
-            ring(found, SessionInfo(shards=3))
+            ring(found, SessionInfo(shard_map=ShardMap(3)))
             for name, one in found.items():
                 sealed(one, 1, name.encode())
             await eventually_async(lambda: all(len(one.images()) == 1 for one in found.values()), "all have one")
@@ -249,10 +250,10 @@ def test_in_a_ring_each_holds_the_images_of_the_one_before(tmp_path: Path) -> No
 def test_state_that_is_on_other_nodes_anyway_is_not_sent(tmp_path: Path) -> None:
     async def test() -> None:
         async with nodes(tmp_path, "a", "b") as found:
-            ring(found, SessionInfo(shards=1))
+            ring(found, SessionInfo(shard_map=ShardMap(1)))
             sealed(found["a"], 1, b"a")
             assert found["a"].partners == 0
-            ring(found, SessionInfo(shards=2))
+            ring(found, SessionInfo(shard_map=ShardMap(2)))
             await eventually_async(lambda: [h.info.step for h in found["b"].images()] == [1], "now it is")
 
     run(test)

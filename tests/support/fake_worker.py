@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast.core.events import SessionInfo
+from holdfast.core.shard_map import ShardMap
 from holdfast.wire import worker_messages as said
 from holdfast.wire.launch_messages import FrameReader, send, socket_address
 from holdfast.wire.progress_page import ProgressPage, WorkerPhase
@@ -78,7 +79,7 @@ class FakeWorker:
     def _ready(self) -> None:
         self._page.move(phase=WorkerPhase.PARKED)
         shards = int(os.environ.get("FAKE_SHARDS", "1"))
-        self._tell(said.WorkerReady(SessionInfo(shards=shards)))
+        self._tell(said.WorkerReady(SessionInfo(shard_map=ShardMap(shards))))
 
     def _join(self) -> None:
         self._page.move(view=self._view, phase=WorkerPhase.BETWEEN)

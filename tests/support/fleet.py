@@ -30,6 +30,7 @@ from holdfast.core.faults.failures import Exited, NotStarted
 from holdfast.core.health.findings import ALONE, PAIRED, CheckProblem, CheckResult, CheckTask, Timing
 from holdfast.core.health.reputation import Reputation
 from holdfast.core.policy import next_deadline
+from holdfast.core.shard_map import ShardMap
 from holdfast.core.state import Awaited, Gathering
 from holdfast.core.state_coverage import ShardLayout, StateHolder, missing_shards
 from holdfast.core.strategies import Strategy
@@ -413,9 +414,9 @@ class Fleet:
             return False  # they wait for a state that nobody has
         info = self.world.session
         assert info is not None
-        session = msgspec.structs.replace(info, shards=min(info.shards, serve.world_size))
+        session = msgspec.structs.replace(info, shard_map=ShardMap(min(info.shards, serve.world_size)))
         layout = ShardLayout(
-            shards=session.shards,
+            shard_map=session.shard_map,
             replicas=session.replicas,
             world_size=serve.world_size,
             first_ranks=serve.first_ranks,

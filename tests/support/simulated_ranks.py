@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 
 from holdfast.core.events import DataSource, SessionInfo
+from holdfast.core.shard_map import ShardMap
 from holdfast.errors import ViewOverError
 from holdfast.state.tracked import Tracked
 from holdfast.torch_compat import Store
@@ -241,7 +242,7 @@ class SimulatedUndo:
 class SimulatedState:
     """A state that is one number."""
 
-    shards = 1
+    shard_map = ShardMap()
     built_for = None
     runs_on_device = copies_at_end = False
     replica_check_due = Due.NOT
@@ -316,13 +317,13 @@ class SimulatedState:
     def session_info(self) -> SessionInfo:
         return SessionInfo()
 
-    def measure(self, *, is_alone: bool) -> None: ...
+    def measure(self, *, is_alone: bool, expected: ShardMap | None) -> None: ...
 
     def begin_session(self, describe_run: Any) -> None: ...
 
     def rebuild(self, tracked: Tracked, next_step: int) -> None: ...
 
-    def prepare(self, found: Assignment) -> None: ...
+    def prepare(self, resume: ResumePoint, found: Assignment) -> None: ...
 
     def protect(self, resume: ResumePoint, found: Assignment, seed: int) -> None: ...
 

@@ -33,6 +33,7 @@ from holdfast.core.faults.failures import End, Exited, NotStarted, OutOfMemory, 
 from holdfast.core.health.findings import ALONE, PAIRED, CheckProblem, CheckResult, Timing
 from holdfast.core.policy import next_deadline
 from holdfast.core.sentences import sentence
+from holdfast.core.shard_map import ShardMap
 from holdfast.core.state import Finished, Gathering, Serving
 from holdfast.core.strategies import Strategy
 from support.world import START, World
@@ -109,7 +110,7 @@ def _world(words: list[str]) -> World:
     rungs = options.pop("recovery", "")
     recovery: dict[str, Any] = {"recovery": tuple(Strategy(word) for word in rungs.split(","))} if rungs else {}
     session = e.SessionInfo(
-        shards=integers.pop("shards", 1),
+        shard_map=ShardMap(integers.pop("shards", 1)),
         replicas=integers.pop("replicas", 0),
         resizable=not integers.pop("fixed", 0),
     )

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import holdfast
+from holdfast.core.shard_map import ShardMap
 from holdfast.data.loader import Loader
 from holdfast.errors import CorruptionError, MissingRanksError, ViewOverError
 from holdfast.state.tracked import Tracked
@@ -51,7 +52,7 @@ def test_the_order_of_tensors_counts_and_strides_do_not() -> None:
     ],
 )
 def test_who_differs_is_found_by_majority(sums: list[int], shards: int, wrong: dict[int, str]) -> None:
-    found = {rank: text for rank in range(len(sums)) if (text := verdict(sums, rank, shards))}
+    found = {rank: text for rank in range(len(sums)) if (text := verdict(sums, rank, ShardMap(shards)))}
     assert found.keys() == wrong.keys()
     assert all(wrong[rank] in found[rank] for rank in wrong)
 
@@ -80,10 +81,10 @@ def test_when_the_first_rank_says_so_all_have_discarded_what_may_be_wrong(models
 
         guard = ParamChecksums(lambda: [torch.full((3,), model)], 1, distrust)
         model = 0.0
-        guard.before_commit(1, rank, 1, gather)
+        guard.before_commit(1, rank, ShardMap(), gather)
         model = models[rank]
         try:
-            guard.before_commit(2, rank, 1, gather)
+            guard.before_commit(2, rank, ShardMap(), gather)
         except CorruptionError:
             seen[rank] = set(discarded)
 

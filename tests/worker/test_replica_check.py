@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from holdfast.core.shard_map import ShardMap
 from holdfast.errors import ScriptError
 from holdfast.state.tracked import Tracked
 from holdfast.worker.replica_check import Due, ReplicaCheck
@@ -44,7 +45,7 @@ def compared(build: Callable[[int], Tracked], ranks: int = 4, shards: int = 1) -
             return found
 
         try:
-            ReplicaCheck().compare(tracked[rank], True, shards, gather)
+            ReplicaCheck().compare(tracked[rank], True, ShardMap(shards), gather)
         except ScriptError as error:
             said[rank] = str(error)
 
@@ -105,7 +106,7 @@ def test_it_is_due_in_the_first_steps_of_a_run_and_until_one_has_updated() -> No
     for has_updated in (False, False, False, True, True):
         now: Due = check.due
         due.append(now is Due.FIRST_STEPS)
-        check.compare(Tracked(model=model_of(0)), has_updated, 1, lambda values: [list(values)])
+        check.compare(Tracked(model=model_of(0)), has_updated, ShardMap(), lambda values: [list(values)])
     assert due == [True, True, True, True, False]
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from holdfast.core.shard_map import ShardMap
 from holdfast.errors import StateConflictError, StateLostError
 from holdfast.state.per_rank_state import StatePart
 from holdfast.worker.restore.from_peers import StateTransfer, plan
@@ -65,34 +66,38 @@ def settlement(holders: tuple[int, ...], newcomers: tuple[int, ...]) -> ResumePo
 
 
 def test_a_newcomer_gets_its_state_from_its_own_node_and_the_work_is_shared() -> None:
-    found = plan(settlement((0, 1, 3, 4), (2, 5)), first_ranks=(0, 3), world_size=6, shards=1, copies=0)
+    found = plan(settlement((0, 1, 3, 4), (2, 5)), first_ranks=(0, 3), world_size=6, shard_map=ShardMap(1), copies=0)
     assert found == [StateTransfer(0, 2, False), StateTransfer(3, 5, False)]
-    found = plan(settlement((0, 1), (2, 3)), first_ranks=(0, 2), world_size=4, shards=1, copies=0)
+    found = plan(settlement((0, 1), (2, 3)), first_ranks=(0, 2), world_size=4, shard_map=ShardMap(1), copies=0)
     assert found == [StateTransfer(0, 2, False), StateTransfer(1, 3, False)]
 
 
 def test_a_shard_comes_from_its_twin_else_from_its_replica() -> None:
-    found = plan(settlement((0, 1, 2), (3,)), first_ranks=(0,), world_size=4, shards=2, copies=0)
+    found = plan(settlement((0, 1, 2), (3,)), first_ranks=(0,), world_size=4, shard_map=ShardMap(2), copies=0)
     assert found == [StateTransfer(1, 3, False)]
-    found = plan(settlement((0, 2), (1,)), first_ranks=(0,), world_size=3, shards=3, copies=1)
+    found = plan(settlement((0, 2), (1,)), first_ranks=(0,), world_size=3, shard_map=ShardMap(3), copies=1)
     assert found == [StateTransfer(2, 1, True, StatePart.ALL)]
-    found = plan(settlement((0, 1, 2), (3,)), first_ranks=(0, 2), world_size=4, shards=4, copies=1)
+    found = plan(settlement((0, 1, 2), (3,)), first_ranks=(0, 2), world_size=4, shard_map=ShardMap(4), copies=1)
     assert found == [StateTransfer(1, 3, True, StatePart.ALL)], "the partner is on the other node"
 
 
 def test_a_shard_that_nobody_has_is_named() -> None:
     with pytest.raises(StateConflictError, match="no rank has the shard of rank 1"):
-        plan(settlement((0,), (1, 2)), first_ranks=(0,), world_size=3, shards=3, copies=1)
+        plan(settlement((0,), (1, 2)), first_ranks=(0,), world_size=3, shard_map=ShardMap(3), copies=1)
 
 
 def test_what_a_newcomer_has_for_itself_comes_from_its_ring_partner_and_from_nobody_else() -> None:
-    found = plan(settlement((0, 2), (1,)), first_ranks=(0,), world_size=3, shards=1, copies=0, local_copies=1)
+    found = plan(
+        settlement((0, 2), (1,)), first_ranks=(0,), world_size=3, shard_map=ShardMap(1), copies=0, local_copies=1
+    )
     assert found == [StateTransfer(0, 1, False), StateTransfer(2, 1, True, StatePart.LOCAL)]
-    found = plan(settlement((0, 1, 2), (3,)), first_ranks=(0,), world_size=4, shards=2, copies=0, local_copies=1)
+    found = plan(
+        settlement((0, 1, 2), (3,)), first_ranks=(0,), world_size=4, shard_map=ShardMap(2), copies=0, local_copies=1
+    )
     assert found == [StateTransfer(1, 3, False), StateTransfer(0, 3, True, StatePart.LOCAL)]
     for holders, newcomers, copies in (((0,), (1, 2), 1), ((0, 2), (1,), 0)):
         with pytest.raises(StateLostError, match="no rank has what rank 1 had for itself"):
-            plan(settlement(holders, newcomers), (0,), 3, shards=1, copies=0, local_copies=copies)
+            plan(settlement(holders, newcomers), (0,), 3, shard_map=ShardMap(1), copies=0, local_copies=copies)
 
 
 def owner(rank: int, world_size: int, **choices: int) -> RankStatus:

@@ -65,6 +65,7 @@ def assignment_in(
         weights=order.weights,
         run=order.run,
         faults_per_node_day=order.faults_per_node_day,
+        shard_map=order.session.shard_map if newcomer and order.session is not None else None,
     )
 
 

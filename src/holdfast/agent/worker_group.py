@@ -589,7 +589,7 @@ class WorkerGroup:
         is_known = order.session is not None or any(worker.session for worker in self.ranked)
         if is_known:
             size = order.world_size or self._config.workers
-            self._spares.prepare = messages.Prepare(self._session().shards > 1, size)
+            self._spares.prepare = messages.Prepare(self._session().shard_map, size)
         ranked = self.ranked
         is_quiet = self._order is None or (
             not self._revoked

@@ -294,7 +294,7 @@ def _combined_session(job: JobState, session: e.SessionInfo) -> e.SessionInfo:
     if not is_known or job.state.session is None:
         return session
     # The newest report says how the state is sharded: workers that re-entered their function have sharded it again.
-    return replace(e.combined([job.state.session, session]), shards=session.shards, replicas=session.replicas)
+    return replace(e.combined([job.state.session, session]), shard_map=session.shard_map, replicas=session.replicas)
 
 
 def _session_revised(job: JobState, event: e.SessionRevised, now: float) -> list[r.Record]:
@@ -306,7 +306,7 @@ def _session_revised(job: JobState, event: e.SessionRevised, now: float) -> list
     if not is_heard or job.state.session is None:
         return []
     known = job.state.session  # sharding does not change within a view, and may have been different before
-    session = replace(e.combined([known, event.session]), shards=known.shards, replicas=known.replicas)
+    session = replace(e.combined([known, event.session]), shard_map=known.shard_map, replicas=known.replicas)
     if session == known:
         return []
     return [r.SessionRevisedRecord(at=now, node_id=event.node_id, view=event.view, session=session)]

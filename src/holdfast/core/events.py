@@ -11,6 +11,7 @@ from holdfast.core.faults.failures import Failure
 from holdfast.core.health.findings import CheckResult
 from holdfast.core.health.reputation import Reputation
 from holdfast.core.shard_leases import Lease, ShardProblem
+from holdfast.core.shard_map import ALL_OF_IT, ShardMap
 
 
 class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,18 +49,23 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
 class SessionInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What kind of state the workers have, from those that speak to Holdfast."""
 
-    shards: int = 1
-    """Into how many different parts it is cut; rank r has part r % shards. 1: every rank has all of it."""
+    shard_map: ShardMap = ALL_OF_IT
+    """Which shard of it each rank has."""
     replicas: int = 0
-    """Copies of each part in the memory of other ranks, beside those that the cut itself leaves."""
+    """Copies in the memory of other ranks, of each shard that would be lost with one node."""
     resizable: bool = True
     """Whether the workers can go on in a world of another size."""
     per_rank: bool = False
-    """Whether each rank has state of its own, beside what all ranks with the same part have alike."""
+    """Whether each rank has state of its own, beside what all ranks with the same shard have alike."""
     local_replicas: int = 0
     """Copies of each rank's own state in the memory of other ranks."""
     why_fixed: str = ""
     """Why the workers cannot go on in a world of another size, where that is not plain from how their state is cut."""
+
+    @property
+    def shards(self) -> int:
+        """Into how many different shards the state is cut."""
+        return self.shard_map.shards
 
 
 def combined(sessions: Iterable[SessionInfo]) -> SessionInfo:
@@ -68,7 +74,7 @@ def combined(sessions: Iterable[SessionInfo]) -> SessionInfo:
     said = list(sessions)
     copies = [session.local_replicas for session in said if session.per_rank]
     return SessionInfo(
-        shards=max(session.shards for session in said),
+        shard_map=max((session.shard_map for session in said), key=lambda shard_map: shard_map.shards),
         replicas=max(session.replicas for session in said),
         resizable=all(session.resizable for session in said),
         per_rank=bool(copies),

@@ -416,9 +416,9 @@ def _is_resharded(job: JobState) -> bool:
     """Return whether workers came into this view with differently sharded state. They keep it until a step is
     committed, so it counts until all nodes have joined."""
     assert job.view is not None and job.state.session is not None
-    sharding = (job.state.session.shards, job.view.world_size)
+    sharding = (job.state.session.shard_map.fitted(job.view.world_size), job.view.world_size)
     return any(
-        h and (h.layout.shards, h.layout.world_size) != sharding
+        h and (h.layout.shard_map, h.layout.world_size) != sharding
         for holders in job.progress.holders.values()
         for h in holders
     )

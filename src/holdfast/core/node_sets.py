@@ -362,7 +362,7 @@ def _living(job: JobState, node_id: str) -> tuple[StateHolder, ...]:
 
 def _count(held: HeldShards, holder: StateHolder, by: int) -> None:
     cut = held.cuts.setdefault(id(holder.layout), HeldCut(holder.layout))
-    for counts, key in ((cut.shards, holder.rank % holder.layout.shards), (cut.ranks, holder.rank)):
+    for counts, key in ((cut.shards, holder.layout.shard_map.shard_of(holder.rank)), (cut.ranks, holder.rank)):
         counts[key] += by
         if not counts[key]:
             del counts[key]

@@ -25,7 +25,6 @@ what was asked for; and what can stay together, does.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -75,14 +74,6 @@ def place(
         if not table.level():
             break
     return ReplicaPlacement({owner: tuple(held) for owner, held in table.held.items() if held}, table.owners())
-
-
-def lives_elsewhere(first_ranks: Sequence[int], world_size: int, shards: int) -> bool:
-    """Return whether every shard is in the memory of two nodes anyway: rank r has shard r % shards."""
-    nodes: dict[int, set[int]] = {}
-    for rank in range(world_size):
-        nodes.setdefault(rank % shards, set()).add(bisect_right(first_ranks, rank))
-    return all(len(where) > 1 for where in nodes.values())
 
 
 Rank = tuple[bool, bool, bool, int]

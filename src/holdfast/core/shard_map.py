@@ -63,6 +63,10 @@ class ShardMap(msgspec.Struct, frozen=True, omit_defaults=True):
         by_rank = self._by_rank
         return len(by_rank) == world_size if by_rank else world_size % self.shards == 0
 
+    def fitted(self, world_size: int) -> ShardMap:
+        """Return the map, or a plain one of as many shards where the ranks of another world have yet to say theirs."""
+        return self if self.fits(world_size) else ShardMap(self.shards)
+
     @property
     def _by_rank(self) -> tuple[int, ...]:
         return self.table or (_shards_by_rank(self.sizes, self.is_replicated) if self.sizes else ())

@@ -1,15 +1,14 @@
 """Who holds the state, and whether what is left is a complete copy. Pure, and careful: in doubt a worker holds nothing.
 
-The state is cut into shards: rank r has shard r % shards (one shard: every rank has all of it). With replicas, a rank
-also keeps copies of the shards of the ranks before it on the ring (views.ring_partner).
+The state is cut into shards, which ranks hold as a map says (shard_map.py). With replicas, a rank also keeps copies of
+the shards of ranks before it on the ring (views.ring_partner): of those shards that would be lost with one node.
 
     a worker holds           from the moment its node has settled in a view, until it dies or is ended
     a newcomer holds         nothing before that, however long it has run
     its copies of others     from then on too: they are exchanged before the first step of a view, then with each step
 
 What a rank has for itself (`ShardLayout.per_rank`) is held by that rank, and by those that keep its copy on the ring;
-no
-other rank's will do.
+no other rank's will do.
 
 A worker that lives holds what it has across views: a fault during a recovery finds the survivors of the view before.
 What they hold is cut as it was when they last settled (`ShardLayout`); shards of two different cuts do not make one
@@ -23,13 +22,14 @@ from collections.abc import Collection, Iterable
 import msgspec
 
 from holdfast.core.events import SessionInfo
+from holdfast.core.shard_map import ALL_OF_IT, ShardMap, lonely_shards
 from holdfast.core.views import View, reassign_local_ranks, ring_partner
 
 
 class ShardLayout(msgspec.Struct, frozen=True, kw_only=True):
     """How the state is cut and copied."""
 
-    shards: int
+    shard_map: ShardMap
     replicas: int
     world_size: int
     first_ranks: tuple[int, ...]
@@ -37,6 +37,11 @@ class ShardLayout(msgspec.Struct, frozen=True, kw_only=True):
     """Whether each rank has state of its own."""
     local_replicas: int = 0
     """Copies of each rank's own state, on the ring."""
+
+    @property
+    def shards(self) -> int:
+        """Into how many different shards the state is cut."""
+        return self.shard_map.shards
 
 
 class StateHolder(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -57,7 +62,9 @@ NodeHolders = tuple[StateHolder | None, ...]
 def layout_of(view: View, session: SessionInfo, known: ShardLayout | None = None) -> ShardLayout:
     """Return how the state of a view's workers is sharded; the known layout, if it has not changed."""
     first_ranks = known.first_ranks if known else tuple([m.first_rank for m in view.members])
-    found = revised(ShardLayout(shards=1, replicas=0, world_size=view.world_size, first_ranks=first_ranks), session)
+    found = revised(
+        ShardLayout(shard_map=ALL_OF_IT, replicas=0, world_size=view.world_size, first_ranks=first_ranks), session
+    )
     return known if known == found else found
 
 
@@ -65,7 +72,7 @@ def revised(layout: ShardLayout, session: SessionInfo) -> ShardLayout:
     """Return the layout with what is now known of the workers' state."""
     return msgspec.structs.replace(
         layout,
-        shards=session.shards,
+        shard_map=session.shard_map.fitted(layout.world_size),
         replicas=session.replicas,
         per_rank=session.per_rank,
         local_replicas=session.local_replicas,
@@ -124,17 +131,18 @@ def _missing_ranks(layout: ShardLayout, holders: list[StateHolder]) -> list[int]
 
 
 def _missing_shards(layout: ShardLayout, holders: list[StateHolder]) -> list[int]:
-    held = {holder.rank % layout.shards for holder in holders}
+    held = {layout.shard_map.shard_of(holder.rank) for holder in holders}
     missing = [shard for shard in range(layout.shards) if shard not in held]
     if missing and layout.replicas:
         ranks_left = {holder.rank for holder in holders}
-        missing = [shard for shard in missing if not _is_copied(layout, shard, ranks_left)]
+        lonely = lonely_shards(layout.shard_map, layout.first_ranks, layout.world_size)
+        missing = [shard for shard in missing if shard not in lonely or not _is_copied(layout, shard, ranks_left)]
     return missing
 
 
 def _is_copied(layout: ShardLayout, shard: int, ranks_left: set[int]) -> bool:
     """Return whether one of these ranks keeps a copy of the shard."""
-    ranks = range(shard, layout.world_size, layout.shards)
+    ranks = layout.shard_map.ranks_of(shard, layout.world_size)
     return any(_is_replicated(layout, rank, layout.replicas, ranks_left) for rank in ranks)
 
 

@@ -28,6 +28,7 @@ from holdfast.core import events as e
 from holdfast.core import records as r
 from holdfast.core.health.reputation import LAST_RESORT
 from holdfast.core.orders import Hold
+from holdfast.core.shard_map import ShardMap
 from holdfast.core.state import Serving
 from holdfast.core.strategies import Strategy
 from holdfast.core.views import View
@@ -300,7 +301,7 @@ class Simulation:
             yield e.WorkersStarted(node_id=member.node_id, incarnation=member.incarnation, view=number, pids=(1,))
         if self.scenario.keeps_workers:
             first = view.members[0]
-            session = e.SessionInfo(shards=self.scenario.shards, replicas=self._copies(view))
+            session = e.SessionInfo(shard_map=ShardMap(self.scenario.shards), replicas=self._copies(view))
             yield e.ViewJoined(node_id=first.node_id, incarnation=first.incarnation, view=number, session=session)
         yield from self._train(view)
 

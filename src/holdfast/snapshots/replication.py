@@ -16,7 +16,7 @@ from typing import Protocol
 
 from holdfast.core.image_info import ImageInfo, Version
 from holdfast.core.orders import Peer, Serve
-from holdfast.core.replica_placement import lives_elsewhere
+from holdfast.core.shard_map import lonely_shards
 from holdfast.errors import ReplicaError, WireError
 from holdfast.snapshots.directories import make_node_dir, node_dir, remove_empty
 from holdfast.snapshots.parity.parity_store import ParityStore
@@ -294,4 +294,6 @@ class Replication:
 
 def _survives_a_node(order: Serve) -> bool:
     """Return whether the state is in several nodes' memory anyway, with the workers themselves."""
-    return order.session is not None and lives_elsewhere(order.first_ranks, order.world_size, order.session.shards)
+    if order.session is None or len(order.first_ranks) < 2 or not order.session.shard_map.fits(order.world_size):
+        return False
+    return not lonely_shards(order.session.shard_map, order.first_ranks, order.world_size)

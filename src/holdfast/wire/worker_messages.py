@@ -27,6 +27,7 @@ import msgspec
 from holdfast.core.events import DataSource, SessionInfo
 from holdfast.core.image_info import ImageInfo
 from holdfast.core.shard_leases import Lease, ShardProblem
+from holdfast.core.shard_map import ShardMap
 from holdfast.core.snapshot_interval import FAULTS_PER_NODE_DAY
 
 
@@ -74,6 +75,8 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     """Which run of the job this is (`Serve.run`)."""
     faults_per_node_day: float = FAULTS_PER_NODE_DAY
     """Of this job, as far as it is known."""
+    shard_map: ShardMap | None = None
+    """To a newcomer: which shard of the state each rank has."""
 
     @property
     def device_index(self) -> int:
@@ -260,7 +263,7 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
 class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
     """To a spare: what the job's state is like, and how large the world is."""
 
-    sharded: bool
+    shard_map: ShardMap
     world_size: int
 
 

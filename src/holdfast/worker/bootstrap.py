@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from holdfast.core.shard_map import ShardMap
 from holdfast.errors import DeviceError, LaunchError, UsageError
 from holdfast.torch_compat import HashStore, warn_if_untested
 from holdfast.util.logs import get_logger
@@ -58,6 +59,14 @@ class Bootstrap:
     """Whether the others train already: our group answers locally until we join them."""
     spare: Parking | None = None
     """The spare that this worker is, or was until it was assigned."""
+
+    @property
+    def expected_shards(self) -> ShardMap | None:
+        """The shards that the ranks have which train already, as far as the agent knows."""
+        if self.membership is not None and self.membership.assignment is not None:
+            return self.membership.assignment.shard_map
+        prepared = self.spare.prepare() if self.spare is not None else None
+        return prepared.shard_map if prepared is not None else None
 
 
 def launch(timeout: timedelta) -> Bootstrap:

@@ -41,6 +41,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from holdfast.core.image_info import ImageInfo
+from holdfast.core.shard_map import ShardMap
 from holdfast.errors import CheckpointError, HoldfastError, LaunchError, StateError, UsageError
 from holdfast.state import epoch_files
 from holdfast.state.generators import set_generators
@@ -58,7 +59,8 @@ from holdfast.worker import job
 from holdfast.worker.agent_connection import AgentConnection
 from holdfast.worker.collectives import small_collectives
 from holdfast.worker.launch.error_file import SOCKET_VARIABLE, WORKER_VARIABLE
-from holdfast.worker.parallel.models import shards_of
+from holdfast.worker.parallel.holdings import holdings_of, map_of_holdings, own_part
+from holdfast.worker.replica_check import first_pair
 from holdfast.worker.restore.restore_source import find_start
 from holdfast.worker.snapshot.in_process_host import InProcessSnapshotHost
 from holdfast.worker.snapshot.taker import SnapshotTaker
@@ -123,12 +125,12 @@ class Checkpointer:
         return step
 
     def _load(self, tracked: Tracked, collectives: small_collectives.SmallCollectives) -> int | None:
-        shards = shards_of(tracked.modules().values())
+        shard_map = _shard_map_of(tracked, collectives)
         local = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if self._agent is not None and (assignment := self._agent.welcome().assignment) is not None:
             local = assignment.local_rank, assignment.local_world_size  # LOCAL_RANK can be 0 on all
         images = self._agent.list_images() if self._agent is not None else ()
-        start = find_start(self._url, images, local, tracked, shards, collectives)
+        start = find_start(self._url, images, local, tracked, shard_map, collectives)
         if start is None:
             return None
         self.loaded = start.checkpoint
@@ -194,7 +196,7 @@ class Checkpointer:
             self.close()  # memory was allocated for what was loaded; it is something else that is saved
         collectives = small_collectives.outside()
         self._tracked = self._track(objects)
-        shards = shards_of(self._tracked.modules().values())
+        shard_map = _shard_map_of(self._tracked, collectives)
         if self._agent is not None:
             self._host = AgentSnapshotHost(self._agent, self._url, str(self._policy))
         else:
@@ -204,8 +206,8 @@ class Checkpointer:
         self._restored = (-1, False)
         view = int(os.environ.get("HOLDFAST_VIEW", "0"))
         seed = torch.initial_seed() & (2**63 - 1)
-        shares = collectives.size // shards
-        self._snapshots.enter(ImageInfo(-1, collectives.rank, shards, shares, view, seed=seed), 1)
+        part = own_part(shard_map, collectives.rank, collectives.size)
+        self._snapshots.enter(ImageInfo(-1, *part, view, seed=seed), 1)
         for optimizer in self._tracked.optimizers().values():
             self._hooks.append(optimizer.register_step_pre_hook(self._before_update))
         return self._snapshots
@@ -349,16 +351,21 @@ def _check_alike(tracked: Tracked, collectives: small_collectives.SmallCollectiv
     for name, optimizer in tracked.optimizers().items():
         if is_split(optimizer):
             raise StateError(f"{name} has other state on each rank, of which only the first rank's is saved: use FSDP2")
-    shards = shards_of(tracked.modules().values())
+    shard_map = _shard_map_of(tracked, collectives)
     try:
         looks = repr([(spec.path, spec.dtype, spec.shape) for spec in describe(tracked.state())])
     except StateError:
         looks = ""  # something cannot be copied: the copy will report it
     rows = collectives.gather((zlib.crc32(looks.encode("utf-8", "surrogatepass")),))
-    for rank, row in enumerate(rows):
-        if row != rows[rank % shards]:
-            ranks = f"rank {rank} has other tensors than rank {rank % shards}, or of other shapes"
-            raise StateError(f"{ranks}: what is saved must look the same on all ranks")
+    if pair := first_pair([row[0] for row in rows], shard_map):
+        ranks = f"rank {pair[1]} has other tensors than rank {pair[0]}, or of other shapes"
+        raise StateError(f"{ranks}: what is saved must look the same on ranks that have the same part of the model")
+
+
+def _shard_map_of(tracked: Tracked, collectives: small_collectives.SmallCollectives) -> ShardMap:
+    """Return which shard of the state each rank has; all ranks together."""
+    holdings = collectives.gather((holdings_of(tracked.modules()),))
+    return map_of_holdings([row[0] for row in holdings], None)
 
 
 def _attempt_name(collectives: small_collectives.SmallCollectives) -> str:

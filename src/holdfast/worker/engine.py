@@ -19,13 +19,14 @@ tracked objects changed through `EngineState` (engine_interfaces.py). Tests give
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 
 from holdfast.core.events import SessionInfo
+from holdfast.core.shard_map import ShardMap
 from holdfast.data.randomness import set_generators, slot_key
 from holdfast.errors import FinishAlone, HoldfastError, RepeatStep, ScriptError, StateConflictError
 from holdfast.state.tracked import Tracked
@@ -106,7 +107,10 @@ class Engine:
         collectives: EngineCollectives = groups,
         spare: Parking | None = None,
         is_newcomer: bool = False,
+        expected_shards: Callable[[], ShardMap | None] = lambda: None,
     ) -> None:
+        """`expected_shards`: what a newcomer is told of the shards of those that train already."""
+        self._expected_shards = expected_shards
         self._state, self._page, self._agent, self.membership = state, page, agent, membership
         self.collectives, self._spare, self._seed = collectives, spare, seed
         self.next_step = 0
@@ -170,7 +174,7 @@ class Engine:
     def restore(self) -> None:
         """Go on from the newest state in the agents' memory or on storage, unless other ranks train already; everything
         is tracked."""
-        self._state.measure(is_alone=self._builds_alone)
+        self._state.measure(is_alone=self._builds_alone, expected=self._expected_shards())
         if not self._builds_alone:
             self._restore()
 
@@ -259,7 +263,7 @@ class Engine:
             state.dump(assignment.dump, self.next_step, self.seed, assignment)
             self._page.move(phase=WorkerPhase.ENDED)
             raise SystemExit(0)
-        state.prepare(assignment)
+        state.prepare(resume, assignment)
         if resume.has_device_groups:
             self.collectives.reconnect(timedelta(seconds=membership.timeout_s))
         if resume.is_start and self.collectives.agree((int(self._builds_alone),))[0]:
@@ -420,7 +424,7 @@ class Engine:
 
     def _pass_barrier(self) -> None:
         if self.membership is None:
-            self.guards.before_commit(self._state.shards)
+            self.guards.before_commit(self._state.shard_map)
             self._complete_commit()
             return
         self._at_barrier = True
@@ -456,7 +460,7 @@ class Engine:
         assert self._agent is not None and membership is not None and membership.assignment is not None
         # First: what follows reads from the device, and would wait forever for one that hangs.
         state.wait_for_device(membership.timeout_s)
-        self.guards.before_commit(state.shards)
+        self.guards.before_commit(state.shard_map)
         if state.prepare_commit(self.next_step, membership.assignment):
             self.report_changes()
         state.send_replicas(self.next_step + 1)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from holdfast.core.events import DataSource, SessionInfo
+from holdfast.core.shard_map import ShardMap
 from holdfast.state.tracked import Tracked
 from holdfast.wire.worker_messages import Assignment, FromWorker, StreamReportedMessage
 from holdfast.worker.replica_check import Due
@@ -54,7 +55,7 @@ class EngineState(Protocol):
     """The tracked objects and their protection, as the engine uses them. `WorkerState` is one, and says what each
     method does."""
 
-    shards: int
+    shard_map: ShardMap
 
     @property
     def transaction(self) -> StepTransaction | None: ...
@@ -80,7 +81,7 @@ class EngineState(Protocol):
     @property
     def values_mark(self) -> int: ...
 
-    def measure(self, *, is_alone: bool) -> None: ...
+    def measure(self, *, is_alone: bool, expected: ShardMap | None) -> None: ...
 
     def restore(self, assignment: Assignment | None) -> RestorePoint | None: ...
 
@@ -96,7 +97,7 @@ class EngineState(Protocol):
 
     def save_alone(self, assignment: Assignment, step: int) -> None: ...
 
-    def prepare(self, assignment: Assignment) -> None: ...
+    def prepare(self, resume: ResumePoint, assignment: Assignment) -> None: ...
 
     def fill(self, resume: ResumePoint, assignment: Assignment) -> None: ...
 

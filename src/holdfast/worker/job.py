@@ -23,13 +23,14 @@ import atexit
 import json
 import os
 import sys
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from holdfast.core.anomalies import DEVIATIONS
 from holdfast.data.batch_source import BatchSource, Weight
@@ -48,8 +49,9 @@ from holdfast.worker.launch.error_file import ERROR_FILE_VARIABLE
 from holdfast.worker.loop_exit import is_left_by_choice
 from holdfast.worker.numeric_guards import Policy
 from holdfast.worker.outside_steps import warn_of_repeats
-from holdfast.worker.parallel import wrappers
+from holdfast.worker.parallel import pipelines, wrappers
 from holdfast.worker.parallel.canonical import CanonicalReduction
+from holdfast.worker.parallel.holdings import DeclaredMesh, declared_mesh
 from holdfast.worker.parallel.models import communicates_in_forward, prepare_models, set_gradient_sync
 from holdfast.worker.script_checks import ScriptChecks, check_something_tracked, refuse_unnamed, warn_once
 from holdfast.worker.step import Step
@@ -74,6 +76,8 @@ def init(
     timeout: timedelta = DEFAULT_TIMEOUT,
     reduction: Reduction = "average",
     resizable: bool | None = None,
+    mesh: DeviceMesh | Mapping[str, int] | None = None,
+    replicated: str | Sequence[str] = (),
 ) -> Job:
     """Join the job. `seed` is that of the steps' random generators; without one, rank 0's `torch.initial_seed()`.
 
@@ -83,12 +87,23 @@ def init(
     `resizable`: whether the number of workers may change while they run. If nothing is said, it may where all data
     comes from an `hf.Loader` or an `hf.Stream`. True: this script splits its data by `job.rank` and `job.world_size`
     in every step.
+
+    `mesh`: how a model is cut that torch's DTensors do not show (experts, stages or tensor parallel by hand), as sizes
+    by name in the order of `init_device_mesh`, or as a DeviceMesh, which needs a second call: `hf.init()`, then
+    `hf.init(mesh=mesh, replicated="dp")`, before `job.track`. `replicated`: the dimensions along which all ranks have
+    the same part of the model. What DTensors, names or shapes show needs no declaration.
     """
     global _job
     if reduction not in get_args(Reduction):
         raise UsageError(f"reduction is {reduction!r}; it can be {' or '.join(get_args(Reduction))}")
     if _job is None:
         _job = Job(seed, timeout, reduction, resizable)
+    if mesh is not None:
+        _job._declare(declared_mesh(mesh, replicated))
+    elif replicated:
+        raise UsageError(
+            "replicated= names dimensions of a mesh: give the mesh too, hf.init(mesh={'dp': 2, 'tp': 2}, …)"
+        )
     return _job
 
 
@@ -108,7 +123,7 @@ class Job:
         self._launched = launched
         self._tracked = Tracked()
         self._sizing = Sizing(resizable)
-        state = WorkerState(
+        self._state = state = WorkerState(
             self._tracked,
             launched.page,
             launched.agent,
@@ -126,6 +141,7 @@ class Job:
             membership=launched.membership,
             spare=launched.spare,
             is_newcomer=launched.is_newcomer,
+            expected_shards=lambda: launched.expected_shards,
         )
         self._sources: dict[int, IterableSource] = {}
         self._reduction = reduction
@@ -188,14 +204,24 @@ class Job:
 
     # --- what can be done
 
+    def _declare(self, declared: DeclaredMesh) -> None:
+        """Know how the script cuts its model. An elastic function declares it each time it is entered."""
+        if self._is_declared:
+            raise ScriptError("hf.init(mesh=…) comes before job.track, which needs to know how the model is cut")
+        self._state.declare(declared)
+
     def track(self, *unnamed: Any, **objects: Any) -> None:
         """Name what makes up the state: models, optimizers, schedulers, scalers, loaders, anything with state_dict and
         load_state_dict, and plain values (`best=0.0`), which are read and set in `job.values`. Everything of it is
-        kept, rolled back and handed over together. `job.track()` says that there is no state."""
+        kept, rolled back and handed over together. A pipeline's schedule is named too (`pipeline=schedule`), so that it
+        is put in order after a fault. `job.track()` says that there is no state."""
         refuse_unnamed("track", unnamed)
         if self._is_declared:
             raise ScriptError("job.track is called once: name everything that makes up the state in one call")
         self._is_declared = True
+        schedules = [thing for thing in objects.values() if pipelines.is_schedule(thing)]
+        self._state.follow_pipelines(schedules)
+        objects = {name: thing for name, thing in objects.items() if not pipelines.is_schedule(thing)}
         for name, thing in wrappers.resolved(with_values_held(objects, self.values)).items():
             self._tracked.add(name, thing)
         for optimizer in self._tracked.optimizers().values():
@@ -277,6 +303,7 @@ class Job:
             self.track()  # nothing but what each rank has for itself
         if self._engine.membership is not None:
             check_something_tracked(self._is_declared)
+            pipelines.refuse_untracked(self._state.pipelines)
             self._checks = ScriptChecks(self._tracked, self._ignored)
         self._is_looping = self._is_unwinding = True
         self._engine.begin()

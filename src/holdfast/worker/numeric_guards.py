@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 
 from holdfast.core.anomalies import DEVIATIONS, AnomalyHistory
+from holdfast.core.shard_map import ShardMap
 from holdfast.errors import NumericError, RepeatStep, UsageError
 from holdfast.state.dtensors import local_of
 from holdfast.state.tracked import Tracked
@@ -170,12 +171,12 @@ class NumericGuards:
         if self._numerics is not None:
             self._numerics.begin()
 
-    def before_commit(self, shards: int) -> None:
+    def before_commit(self, shard_map: ShardMap) -> None:
         """Compare and judge the numbers of a step, at the barrier, on all ranks."""
         step = self._engine.next_step
         if self._consistency is not None:
             self._consistency.before_commit(
-                step, self._engine.collectives.rank(), shards, self._engine.collectives.gather
+                step, self._engine.collectives.rank(), shard_map, self._engine.collectives.gather
             )
         if self._numerics is not None:
             self._numerics.before_commit(

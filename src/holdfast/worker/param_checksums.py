@@ -19,6 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import Buffer, Parameter
 
+from holdfast.core.shard_map import ShardMap
 from holdfast.core.stacks import ranks_text
 from holdfast.errors import CorruptionError
 from holdfast.state.dtensors import local_of
@@ -51,8 +52,7 @@ def is_comparable(tensor: Any) -> bool:
 
 
 class ParamChecksums:
-    """Of one worker. `parameters` are its own, `shards` how many different parts of the model there are; `distrust` is
-    told after which step copies of the state may be wrong."""
+    """Of one worker. `parameters` are its own; `distrust` is told after which step copies of the state may be wrong."""
 
     def __init__(
         self, parameters: Callable[[], Iterable[torch.Tensor]], every: int, distrust: Callable[[int], None]
@@ -61,16 +61,17 @@ class ParamChecksums:
         self._agreed = -1
         """The last step before which all were alike."""
 
-    def before_commit(self, step: int, rank: int, shards: int, gather: Gather) -> None:
+    def before_commit(self, step: int, rank: int, shard_map: ShardMap, gather: Gather) -> None:
         """Compare the parameters with those of other ranks. Raises CorruptionError on a rank whose parameters are not
         those of the others."""
         if step == 0 or step % self._every:
             return
         rows = [row[0] for row in gather([checksum(self._parameters())])]
-        if all(row == rows[other % shards] for other, row in enumerate(rows)):
+        by_shard = (shard_map.ranks_of(shard, len(rows)) for shard in range(shard_map.shards))
+        if all(len({rows[other] for other in ranks}) == 1 for ranks in by_shard):
             self._agreed = step
             return
-        text = verdict(rows, rank, shards)
+        text = verdict(rows, rank, shard_map)
         if text:
             self._distrust(self._agreed)
         gather([0])  # the job may end with the first that says so: by then the others have discarded theirs too
@@ -79,9 +80,9 @@ class ParamChecksums:
         self._agreed = step
 
 
-def verdict(sums: list[int], rank: int, shards: int) -> str:
+def verdict(sums: list[int], rank: int, shard_map: ShardMap) -> str:
     """Return what is wrong with this rank's parameters, from every rank's checksums; empty if nothing is."""
-    twins = {other: sums[other] for other in range(rank % shards, len(sums), shards)}
+    twins = {other: sums[other] for other in shard_map.ranks_of(shard_map.shard_of(rank), len(sums))}
     (most, count), *_ = Counter(twins.values()).most_common(1)
     if count == len(twins):
         return ""

@@ -93,7 +93,7 @@ class Parking:
                 if not isinstance(found, Prepare):
                     return None
                 self._prepared = found
-                if found.sharded and not dist.is_initialized():
+                if found.shard_map.shards > 1 and not dist.is_initialized():
                     fsdp.warm_up()
             return self._prepared
 

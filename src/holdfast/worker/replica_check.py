@@ -1,7 +1,7 @@
 """Whether ranks that count as replicas have the same numbers, looked at in a run's first steps and after a recovery.
 
 Where a state comes from after a fault follows from what the model is: of a replicated model, from any other rank; of a
-sharded one, from the rank with the same shard (rank modulo the number of shards). A script may hold other things on
+sharded one, from a rank with the same shard (core/shard_map.py). A script may hold other things on
 each rank behind equal names and shapes: experts or stages of its own, parameters that are averaged only now and then, a
 meter. A replacement would get another rank's, and the run would end with other numbers. So, in the first steps of a run
 and at its first update, these ranks compare a digest of each tracked object: its structure and plain values, and the
@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from holdfast.core.shard_map import ALL_OF_IT, ShardMap
 from holdfast.core.stacks import ranks_text
 from holdfast.errors import ScriptError
 from holdfast.state.optimizers import is_split
@@ -98,20 +99,20 @@ class ReplicaCheck:
         self._is_wanted, self._steps, self._has_updated = True, 0, False
         self._joined_for, self._joined_at = COMMITS_AFTER_JOIN, -1
 
-    def compare(self, tracked: Tracked, has_updated: bool, shards: int, gather: Gather) -> None:
+    def compare(self, tracked: Tracked, has_updated: bool, shard_map: ShardMap, gather: Gather) -> None:
         """Compare the state, on all ranks together. Raises ScriptError, on all of them, if ranks with the same shard
         differ."""
         self._steps += 1
         self._has_updated |= has_updated
-        part_attributes(tracked, shards, gather)
+        part_attributes(tracked, shard_map, gather)
         branches = {name: flatten(localised(branch)) for name, branch in branches_of(tracked).items()}
         check_names(list(branches), gather)
         rows = gather([number for flat in branches.values() for number in digests(flat)])
         for index, (name, flat) in enumerate(branches.items()):
             structures = [row[2 * index] for row in rows]
-            if pair := first_pair(structures, shards):
+            if pair := first_pair(structures, shard_map):
                 raise ScriptError(self._sentence(name, "its structure or a plain value in it", pair, tracked))
-            if pair := first_pair([row[2 * index + 1] for row in rows], shards):
+            if pair := first_pair([row[2 * index + 1] for row in rows], shard_map):
                 raise ScriptError(self._sentence(name, self._tensor(flat, pair, gather), pair, tracked))
 
     def _sentence(self, name: str, what: str, pair: tuple[int, int], tracked: Tracked) -> str:
@@ -125,10 +126,14 @@ class ReplicaCheck:
         )
 
     def _tensor(self, flat: FlatTree, pair: tuple[int, int], gather: Gather) -> str:
-        """Return the path of the first tensor in which two ranks differ. All have as many: their structure is equal."""
-        rows = gather([checksum([tensor]) for tensor in flat.tensors])
+        """Return the path of the first tensor in which two ranks differ. Only they need to know it; all take part."""
+        longest = max(length for (length,) in gather([len(flat.tensors)]))  # ranks with other shards have other tensors
+        sums = [checksum([tensor]) for tensor in flat.tensors]
+        rows = gather([*sums, *[0] * (longest - len(sums))])
         first, second = (rows[rank] for rank in pair)
-        differing = next(index for index in range(len(first)) if first[index] != second[index])
+        differing = next((index for index in range(len(sums)) if first[index] != second[index]), -1)
+        if differing < 0:
+            return "a tensor of another shard than this rank's"
         assert flat.specs is not None  # what flatten() made has them
         return dotted(flat.specs[differing].path[1:])
 
@@ -148,19 +153,19 @@ def branches_of(tracked: Tracked) -> dict[str, Any]:
     }
 
 
-def part_attributes(tracked: Tracked, shards: int, gather: Gather) -> None:
+def part_attributes(tracked: Tracked, shard_map: ShardMap, gather: Gather) -> None:
     """Leave plain attributes that differ between ranks with the same shard out of the state."""
     attributes = tracked.flags.attributes
     changed = attributes.changed()
     found = {f"{holder}.{name}": value for holder, values in changed.items() for name, value in sorted(values.items())}
     rows = gather([number_of("\n".join(found).encode())])
-    if first_pair([row[0] for row in rows], shards):
+    if first_pair([row[0] for row in rows], shard_map):
         differing = list(found)
-    elif first_pair([row[0] for row in rows], 1) or not found:
+    elif first_pair([row[0] for row in rows], ALL_OF_IT) or not found:
         return  # of sharded models each rank has its own copies
     else:
         rows = gather([number_of(repr(value).encode()) for value in found.values()])
-        differing = [name for index, name in enumerate(found) if first_pair([row[index] for row in rows], shards)]
+        differing = [name for index, name in enumerate(found) if first_pair([row[index] for row in rows], shard_map)]
     if differing:
         attributes.of_each_rank |= set(differing)
         log.warning(
@@ -197,7 +202,7 @@ def number_of(content: bytes) -> int:
 def check_names(names: list[str], gather: Gather) -> None:
     """Raise ScriptError if the ranks have tracked different names."""
     rows = gather([number_of("\n".join(names).encode())])
-    if pair := first_pair([row[0] for row in rows], 1):
+    if pair := first_pair([row[0] for row in rows], ALL_OF_IT):
         here = ", ".join(name for name in names if name != FLAGS)
         raise ScriptError(
             f"{ranks_text(pair)} track different names, or in another order (here: {here}): call job.track"
@@ -205,11 +210,13 @@ def check_names(names: list[str], gather: Gather) -> None:
         )
 
 
-def first_pair(values: list[int], shards: int) -> tuple[int, int] | None:
+def first_pair(values: list[int], shard_map: ShardMap) -> tuple[int, int] | None:
     """Return the first two ranks that have the same shard and different values."""
+    firsts: dict[int, int] = {}
     for rank, value in enumerate(values):
-        if value != values[rank % shards]:
-            return rank % shards, rank
+        first = firsts.setdefault(shard_map.shard_of(rank), rank)
+        if value != values[first]:
+            return first, rank
     return None
 
 
@@ -227,8 +234,9 @@ def sentence(name: str, what: str, pair: tuple[int, int], tracked: Tracked) -> s
             remedy = (
                 "wrap the model in DistributedDataParallel or build it from one seed; for buffers, leave"
                 " broadcast_buffers on or use SyncBatchNorm; what is each rank's own belongs into"
-                f" job.track_local({name}={name}). Experts or stages made by hand and local SGD cannot be repaired"
-                " online yet: run such a script without a session"
+                f" job.track_local({name}={name}). Where a model is cut by hand (experts, stages, tensor parallel),"
+                " declare how: hf.init(mesh={'dp': 2, 'ep': 2}, replicated='dp'). Local SGD cannot be repaired online:"
+                " run such a script without a session"
             )
         case Optimizer():
             remedy = (

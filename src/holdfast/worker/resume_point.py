@@ -44,6 +44,8 @@ class RankStatus(NamedTuple):
     """The first step that begins with gradients which differ between ranks; see local_state.py."""
     has_device_groups: int = 0
     """Whether groups were connected on a device in the view before."""
+    holdings: int = 0
+    """What its objects hold of the models (parallel/holdings.py)."""
 
 
 class ResumePoint(NamedTuple):
@@ -63,6 +65,8 @@ class ResumePoint(NamedTuple):
     """As in `RankStatus`, of a committed step."""
     has_device_groups: bool = False
     """Whether any rank has; then all connect them before they go on."""
+    holdings: tuple[int, ...] = ()
+    """By rank, as in `RankStatus`."""
 
 
 def find_resume_point(statuses: Sequence[RankStatus]) -> ResumePoint:
@@ -94,6 +98,7 @@ def find_resume_point(statuses: Sequence[RankStatus]) -> ResumePoint:
         held=tuple((statuses[rank].shards, statuses[rank].shard) for rank in holders),
         local_since=min(found, default=-1),
         has_device_groups=any(status.has_device_groups for status in statuses),
+        holdings=tuple(status.holdings for status in statuses),
     )
 
 
@@ -126,4 +131,5 @@ def _start(statuses: Sequence[RankStatus]) -> ResumePoint:
         is_start=True,
         local_since=max(status.local_since for status in statuses),
         has_device_groups=any(status.has_device_groups for status in statuses),
+        holdings=tuple(status.holdings for status in statuses),
     )

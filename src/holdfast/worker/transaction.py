@@ -114,6 +114,11 @@ class StepTransaction:
     def updated_before(self, is_so: bool) -> None:
         self._updated_before = is_so
 
+    def undo_with(self, undo: Undo) -> None:
+        """Undo updates in another way from the next step on."""
+        assert not self.is_open, "a step is under way"
+        self._undo = undo
+
     def remember(self) -> None:
         """Save what may change before the step is committed; called before the step is handed to the script."""
         self._saved = (self._tracked.volatile(), self._tracked.gradients(self._updated_before))

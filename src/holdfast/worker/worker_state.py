@@ -24,6 +24,7 @@ import torch.distributed as dist
 from holdfast.core.events import DataSource, SessionInfo
 from holdfast.core.image_info import ImageInfo
 from holdfast.core.memory_plan import copies_by_default, gib, host_memory, shortage
+from holdfast.core.shard_map import ALL_OF_IT, ShardMap, lonely_shards
 from holdfast.data.batch_source import BatchSource
 from holdfast.errors import ScriptError
 from holdfast.state.arena import Arena
@@ -43,6 +44,8 @@ from holdfast.worker.determinism import describe_missing
 from holdfast.worker.device_wait import DeviceFence, fence_of
 from holdfast.worker.device_watch import DeviceWatch
 from holdfast.worker.outside_steps import ReplicaFreshness
+from holdfast.worker.parallel import pipelines
+from holdfast.worker.parallel.holdings import DeclaredMesh, holdings_of, map_of_holdings, own_part
 from holdfast.worker.parallel.models import (
     align_buffers,
     check_unfrozen,
@@ -86,10 +89,18 @@ class WorkerState:
         self._replicas, self._checkpoint_dir, self._snapshot_settings = replicas, checkpoint_dir, snapshots
         self._are_replicas_default = are_replicas_default
         self.sizing = sizing or Sizing()
-        self.shards, self._shard = 1, 0
-        """Into how many parts the state is cut, and which of them this rank has."""
-        self._is_alone = False
-        """Whether other ranks train already, beside whom this one was started."""
+        self.pipelines: list[Any] = []
+        """The schedules of pipelines, which are no state."""
+        self._declared: DeclaredMesh | None = None
+        """How the script says that its model is cut."""
+        self.shard_map = ALL_OF_IT
+        """Which shard of the state each rank has."""
+        self._holdings = 0
+        """What the objects hold of the models, as a number (parallel/holdings.py)."""
+        self._first_ranks: tuple[int, ...] = (0,)
+        """The first rank of each node of the view."""
+        self._is_alone = self._has_session = False
+        """Whether other ranks train already, beside whom this one was started; whether steps are repaired."""
         self._made_by = 0
         """The number of ranks that the last step was begun with; 0: none was."""
         self._is_filled = True
@@ -118,14 +129,47 @@ class WorkerState:
 
     # --- before the first step
 
-    def measure(self, *, is_alone: bool) -> None:
-        """Find out how the tracked objects are cut, once they are complete. `is_alone`: other ranks train already."""
-        self.shards = shards_of(self._tracked.modules().values())
-        self._shard = dist.get_rank() % self.shards if self.shards > 1 else 0  # a spare has no rank to be asked for
+    def declare(self, declared: DeclaredMesh) -> None:
+        """Know how the script cuts its model, before it is measured."""
+        self._declared = declared
+
+    def follow_pipelines(self, schedules: list[Any]) -> None:
+        """Put these pipeline schedules in order in every view."""
+        self.pipelines = schedules
+        for schedule in schedules:
+            pipelines.prepare(schedule)
+
+    def measure(self, *, is_alone: bool, expected: ShardMap | None) -> None:
+        """Find out how the tracked objects are cut, once they are complete. `is_alone`: other ranks train already, and
+        `expected` is how theirs are, as far as that is known."""
+        modules = self._tracked.modules()
+        local = self._tracked.local_names()
+        self._holdings = holdings_of({name: module for name, module in modules.items() if name not in local})
         self._is_alone = is_alone
-        if not is_alone:
-            self._tracked.owner = (dist.get_rank(), dist.get_world_size())
-            self._since_track.begin(self._tracked)
+        if is_alone:
+            # A spare has no rank to be asked for; where every rank has all of the state, none is needed.
+            self.shard_map = expected or ShardMap(shards_of(modules.values()))
+            if not self.shard_map.fits(dist.get_world_size() if self.shard_map.shards > 1 else 1):
+                self.shard_map = ShardMap(shards_of(modules.values()))  # of the world before; known when it is joined
+            return
+        self.shard_map = map_of_holdings([row[0] for row in groups.gather((self._holdings,))], self._declared)
+        self._tracked.owner = (dist.get_rank(), dist.get_world_size())
+        self._since_track.begin(self._tracked)
+
+    @property
+    def shards(self) -> int:
+        """Into how many different shards the state is cut."""
+        return self.shard_map.shards
+
+    @property
+    def _shard(self) -> int:
+        """The shard of this rank."""
+        return self.shard_map.shard_of(dist.get_rank()) if self.shards > 1 else 0
+
+    @property
+    def _is_cut(self) -> bool:
+        """Whether the objects are made for one rank of one world."""
+        return self.shards > 1 or self._declared is not None or is_sharded(self._tracked.modules().values())
 
     def restore(self, assignment: Assignment | None) -> RestorePoint | None:
         """Load the newest state that all ranks can load, from the agents' memory or from storage; all ranks together.
@@ -135,7 +179,7 @@ class WorkerState:
         local = (assignment.local_rank, assignment.local_world_size) if assignment is not None else (0, 1)
         images = self._agent.list_images() if self._agent is not None and assignment is not None else ()
         exchange = small_collectives.in_session()
-        found = find_start(self._checkpoint_dir, images, local, self._tracked, self.shards, exchange)
+        found = find_start(self._checkpoint_dir, images, local, self._tracked, self.shard_map, exchange)
         if found is None:
             return None
         self._local.adopt(found.step if self._tracked.gradients_are_local else -1)
@@ -156,11 +200,22 @@ class WorkerState:
         devices = own | gathering_devices(self._tracked.modules().values())
         self._fence = fence_of(devices) if has_session else None
         self._shard_copies = self._choose_copies()
-        if has_session and is_sharded(self._tracked.modules().values()) and self._needs_ring():
+        self._has_session = has_session
+        self._transaction = StepTransaction(self._tracked, self._page, UndoCopy(self._tracked))
+        self._fit_ring()
+
+    def _fit_ring(self) -> None:
+        """Copy the state to other ranks where the loss of one node would take it away. That may be another matter in
+        each view: it depends on which ranks share a node."""
+        is_needed = self._has_session and self._is_cut and self._needs_ring()
+        if is_needed == (self._ring is not None) or self._transaction is None:
+            return
+        self._ring = None
+        if is_needed:
             self._check_memory()
-            self._ring = ReplicaRing(self._tracked, self.replicas)
+            self._ring = ReplicaRing(self._tracked, self._ring_copies)
         self._freshness = ReplicaFreshness(self._tracked) if self._ring is not None else None
-        self._transaction = StepTransaction(self._tracked, self._page, self._ring or UndoCopy(self._tracked))
+        self._transaction.undo_with(self._ring or UndoCopy(self._tracked))
 
     def _choose_copies(self) -> int:
         """Return how many copies of a shard are kept in other ranks' memory."""
@@ -222,7 +277,7 @@ class WorkerState:
     @property
     def built_for(self) -> tuple[int, int] | None:
         """The rank and the size of the world that the objects are made for; None: they do for any."""
-        return (dist.get_rank(), dist.get_world_size()) if is_sharded(self._tracked.modules().values()) else None
+        return (dist.get_rank(), dist.get_world_size()) if self._is_cut else None
 
     @property
     def runs_on_device(self) -> bool:
@@ -240,7 +295,7 @@ class WorkerState:
             self._carried += [
                 (self.shards, shard, copy)
                 for step in (next_step, next_step + 1)
-                for shard, copy in self._ring.copies_at(step, self._shard).items()
+                for shard, copy in self._ring.copies_at(step, self.shard_map, dist.get_rank()).items()
             ]
         if self._snapshots is not None:
             self._snapshots.close()
@@ -262,6 +317,7 @@ class WorkerState:
             owner_world=self._tracked.owner[1],
             local_since=self._local.since,
             has_device_groups=int(groups.has_device_groups()),
+            holdings=self._holdings,
         )
 
     @property
@@ -280,10 +336,14 @@ class WorkerState:
         assert self._snapshots is not None
         self._snapshots.save_alone(assignment.world_size, assignment.view, step)
 
-    def prepare(self, assignment: Assignment) -> None:
+    def prepare(self, resume: ResumePoint, assignment: Assignment) -> None:
         """Put models and loaders in order for a rank of a new view."""
         elastic.let_go()
+        self._first_ranks = assignment.first_ranks
+        self._adopt_holdings(resume, assignment)
         reset_models(self._tracked.modules().values())  # first: a broken pass leaves parameters in other hands
+        for schedule in self.pipelines:
+            pipelines.reset(schedule)
         for loader in tracked_loaders.loaders(self._tracked):
             weights = (
                 loader.bearable(assignment.world_size, assignment.weights) if isinstance(loader, BatchSource) else None
@@ -293,31 +353,51 @@ class WorkerState:
         self.sizing.divided_for = self.sizing.divided_for or assignment.world_size
         self.sizing.check_size(self._tracked, assignment.world_size)
 
+    def _adopt_holdings(self, resume: ResumePoint, assignment: Assignment) -> None:
+        """Know which shard each rank of the view has. Raises ScriptError where this rank's objects are not those of the
+        rank that it replaces."""
+        size, rank = assignment.world_size, assignment.rank
+        known = assignment.shard_map if rank in resume.newcomers else self.shard_map if self._is_filled else None
+        if resume.is_start or known is None or not known.fits(size):
+            self.shard_map = map_of_holdings(resume.holdings, self._declared)
+            return
+        self.shard_map = known
+        replicas = [other for other in known.ranks_of(known.shard_of(rank), size) if other in resume.holders]
+        if rank in resume.newcomers and replicas and resume.holdings[rank] != resume.holdings[replicas[0]]:
+            raise ScriptError(
+                f"this process, which replaces rank {rank}, has built other tensors than rank {replicas[0]} has, whose"
+                " state it is to be given: build the model from the rank, the world size and the configuration alone"
+            )
+
     def fill(self, resume: ResumePoint, assignment: Assignment) -> None:
         """Give newcomers the state of the others; all members of the view together."""
         self._local.adopt(resume.local_since)
         self._local.fit_ring(assignment.world_size, is_carried=self._ring is not None)
-        if reshard_live.is_needed(resume, self.shards):
+        if reshard_live.is_needed(resume, self.shard_map):
             reshard_live.carry_out(self._copies_at(resume.next_step), resume.next_step, self._tracked)
             return
         size, has_own_ring = assignment.world_size, self._local.is_there and self._ring is None
         local_copies = self._local.copies(size) if has_own_ring else None
-        transfers = from_peers.plan(resume, assignment.first_ranks, size, self.shards, self.replicas, local_copies)
+        copies = self._ring_copies if self._ring is not None else 0
+        transfers = from_peers.plan(resume, assignment.first_ranks, size, self.shard_map, copies, local_copies)
         rings = {StatePart.ALL: self._ring, StatePart.LOCAL: self._local.ring}
         from_peers.carry_out(transfers, resume, assignment, self._tracked, rings)
 
     def protect(self, resume: ResumePoint, assignment: Assignment, seed: int) -> None:
         """Copy the state to other ranks, and let snapshots follow the new view; all members together."""
+        self._fit_ring()
         if (ring := self._any_ring) is not None:
-            ring.assignment(assignment.first_ranks, assignment.rank, assignment.world_size)
+            copied = self._lonely_ranks if ring is self._ring else None
+            ring.assignment(assignment.first_ranks, assignment.rank, assignment.world_size, copied)
             ring.exchange(resume.next_step)
             groups.agree((resume.next_step,))
             ring.promote()
         self._local.record_copied()
         if self._snapshots is not None:
-            shares = assignment.world_size // self.shards
             image = ImageInfo(
-                *(-1, assignment.rank, self.shards, shares, assignment.view), seed=seed, first_step=resume.first_step
+                *(-1, *own_part(self.shard_map, assignment.rank, assignment.world_size), assignment.view),
+                seed=seed,
+                first_step=resume.first_step,
             )
             # Ranks that all start from a checkpoint have gone back: what the agent knows is of steps after it.
             complete_version = -1 if resume.is_start else assignment.complete_version
@@ -386,7 +466,7 @@ class WorkerState:
             check_unfrozen(self._tracked.modules().values())
         align_buffers(self._tracked.modules().values())
         self._tracked.is_accumulating = self._transaction.leaves_gradients
-        if not self._local.compare_gradients(step, self.shards):
+        if not self._local.compare_gradients(step, self.shard_map):
             return False
         self._local.fit_ring(assignment.world_size, is_carried=self._ring is not None)
         if self._local.ring is not None:
@@ -436,7 +516,8 @@ class WorkerState:
         assert self._transaction is not None
         if due:
             try:
-                self._replica_check.compare(self._tracked, self._transaction.has_updated, self.shards, groups.gather)
+                has_updated = self._transaction.has_updated
+                self._replica_check.compare(self._tracked, has_updated, self.shard_map, groups.gather)
             except ScriptError:
                 if self._replica_check.joined_at >= 0:
                     self.distrust_snapshots(self._replica_check.joined_at)
@@ -498,15 +579,13 @@ class WorkerState:
 
     def session_info(self) -> SessionInfo:
         """Return what the agent needs to know of this state to choose how to recover."""
-        is_resizable = self._ring is not None and elastic.is_inside()
-        if not is_sharded(self._tracked.modules().values()):
-            is_resizable = self.shards == 1
+        is_resizable = not self._is_cut or (self._ring is not None and elastic.is_inside())
         why_fixed = self.sizing.why_fixed(self._tracked, is_per_rank=self._local.is_there)
         local_copies = self.replicas
         if self._local.is_there and self._ring is None:
             local_copies = self._local.copies(dist.get_world_size())
         return SessionInfo(
-            shards=self.shards,
+            shard_map=self.shard_map,
             replicas=self.replicas,
             resizable=is_resizable and not why_fixed,
             per_rank=self._local.is_there,
@@ -516,17 +595,30 @@ class WorkerState:
 
     @property
     def replicas(self) -> int:
-        """How many other ranks keep a copy of each shard in their memory."""
-        if self.shards == 1 or dist.get_world_size() >= 2 * self.shards:
-            return 0
+        """How many other ranks keep a copy of each shard that the loss of one node would take away."""
+        return self._ring_copies if self._lonely_ranks else 0
+
+    @property
+    def _ring_copies(self) -> int:
         return min(self._shard_copies, dist.get_world_size() - 1)
+
+    @property
+    def _lonely_ranks(self) -> frozenset[int]:
+        """The ranks whose shard is on no other node, or in no other process where there is one node."""
+        if self.shards == 1:
+            return frozenset()
+        size = dist.get_world_size()
+        lonely = lonely_shards(self.shard_map, self._first_ranks, size)
+        return frozenset(rank for rank in range(size) if self.shard_map.shard_of(rank) in lonely)
 
     def _copies_at(self, step: int) -> dict[tuple[int, int], Arena]:
         """Return the complete copies of the state before a step that are here, by number of shards and shard."""
         found = {
             (shards, shard): copy for shards, shard, copy in self._carried if copy.is_complete and copy.step == step
         }
-        own = self._ring.copies_at(step, self._shard) if self._ring is not None else {}
+        own = {}
+        if self._ring is not None:
+            own = self._ring.copies_at(step, self.shard_map, dist.get_rank())
         return found | {(self.shards, shard): copy for shard, copy in own.items()}
 
     @property

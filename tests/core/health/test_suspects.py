@@ -14,6 +14,7 @@ from holdfast.core.faults.failures import End, Exited, Failure, NotStarted, OutO
 from holdfast.core.faults.fault_table import BUILT_IN, read_fault_table, typed
 from holdfast.core.faults.fault_types import FaultTable
 from holdfast.core.health.checkup import is_suspicious
+from holdfast.core.shard_map import ShardMap
 from holdfast.core.state import Awaited, Fit, Unfit
 from holdfast.core.strategies import LADDER, Strategy, Verdict
 from support.clinic import Clinic
@@ -199,7 +200,7 @@ def test_of_two_suspects_one_is_replaced_if_one_stands_by() -> None:
 
 
 def test_where_a_shard_is_gone_whoever_takes_over_the_suspect_is_examined_before_all_start_anew() -> None:
-    world = training("a", "b", "c", session=SessionInfo(shards=4, replicas=0, resizable=False))
+    world = training("a", "b", "c", session=SessionInfo(shard_map=ShardMap(4), replicas=0, resizable=False))
     crash(world, "b")
     assert decided(world).strategy is Strategy.RESTART
     assert world.gathering and {n for n, _ in world.open_tasks()} == {"b"}

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from holdfast.core.image_info import ImageInfo
+from holdfast.core.shard_map import ShardMap
 from holdfast.errors import CheckpointError, StorageError
 from holdfast.snapshots.slot_file import SlotPage, SlotRecord, SlotStatus
 from holdfast.state.partition import write_image
@@ -67,7 +68,7 @@ def recall_together(member: Member, rank: int, size: int, held: Sequence[StoredI
     """All is on the node of rank 0."""
     member.start(rank, size)
     tracked = state(0.0, FLOATS)
-    memory = SnapshotRestore(held if rank == 0 else (), 0, 1, size, tracked, small_collectives.in_session())
+    memory = SnapshotRestore(held if rank == 0 else (), 0, 1, ShardMap(size), tracked, small_collectives.in_session())
     choice = memory.load(0)
     return (choice.step if choice is not None else -1), value_of(tracked)
 
@@ -93,7 +94,7 @@ def store(directory: Path, step: int, value: float) -> None:
 
 def begin(url: str | Path, *held: StoredImage) -> tuple[RestorePoint | None, float]:
     tracked = state(0.0)
-    found = find_start(str(url), held, (0, 1), tracked, 1, small_collectives.outside())
+    found = find_start(str(url), held, (0, 1), tracked, ShardMap(), small_collectives.outside())
     return found, value_of(tracked)
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from holdfast.core.shard_map import ShardMap
 from holdfast.errors import StateConflictError
 from holdfast.state.arena import Arena
 from holdfast.state.tracked import Tracked
@@ -37,7 +38,7 @@ NEWCOMER = RankStatus(0, 0, -1, 0, seed=0, first_step=0, keeps_copy=1, shards=3,
 def test_objects_that_do_not_hold_their_shard_are_filled_anew(
     statuses: list[RankStatus], shards: int, is_needed: bool
 ) -> None:
-    assert reshard_live.is_needed(find_resume_point(statuses), shards) is is_needed
+    assert reshard_live.is_needed(find_resume_point(statuses), ShardMap(shards)) is is_needed
 
 
 @pytest.fixture

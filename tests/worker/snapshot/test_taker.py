@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from holdfast.core.image_info import ImageInfo, StateKey
+from holdfast.core.shard_map import ShardMap
 from holdfast.errors import CheckpointError
 from holdfast.snapshots.slot_file import ImageLock, SlotPage, SlotStatus, WantedSnapshot
 from holdfast.snapshots.snapshot_store import SnapshotStore
@@ -117,7 +118,7 @@ def restored_from(
 ) -> tuple[int, Tracked]:
     model = torch.nn.Linear(8, 8)
     tracked = Tracked(model=model, optimizer=torch.optim.Adam(model.parameters()))
-    memory = SnapshotRestore(stored(snapshot_store) if images is None else images, 0, 1, 1, tracked, outside())
+    memory = SnapshotRestore(stored(snapshot_store) if images is None else images, 0, 1, ShardMap(), tracked, outside())
     if (found := memory.load(at_least)) is None:
         memory.raise_refused()
     return (found.step if found is not None else -1), tracked

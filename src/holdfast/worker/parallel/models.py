@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 import torch
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast import torch_compat
@@ -21,24 +20,8 @@ def data_parallels(modules: Iterable[torch.nn.Module]) -> list[DistributedDataPa
 
 def prepare_models(modules: Iterable[torch.nn.Module]) -> None:
     """Make a newcomer's model communicate exactly as a veteran's; once, before the first step."""
-    modules = list(modules)
-    refuse_other_cuts(modules)
     for wrapper in data_parallels(modules):
         ddp.pin_buckets(wrapper)
-
-
-def refuse_other_cuts(modules: Iterable[torch.nn.Module]) -> None:
-    """Raise ScriptError for parameters that something else than `fully_shard` has cut: which rank has which part is not
-    known there, and taken for replicas, the parts would get lost."""
-    for module in modules:
-        for name, parameter in module.named_parameters():
-            placements = parameter.placements if isinstance(parameter, DTensor) else ()
-            cuts = [placement for placement in placements if not placement.is_replicate()]
-            if len(cuts) > 1 or (cuts and not fsdp.is_sharded(module)):
-                raise ScriptError(
-                    f"{name} is cut by something else than fully_shard ({placements}): tensor and pipeline parallel"
-                    " models cannot be repaired online yet; run this script without a session"
-                )
 
 
 def reset_models(modules: Iterable[torch.nn.Module]) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 import torch
 
 from holdfast import __version__
+from holdfast.core.shard_map import ShardMap
 from holdfast.errors import CheckpointError, StateConflictError, StateError, StorageError
 from holdfast.state.partition import FilePart, PartSource, RangePart, load_parts, write_image
 from holdfast.state.tracked import Tracked
@@ -94,10 +95,12 @@ def agreed_step(url: str, before: int | None, talk: SmallCollectives) -> int:
     return -lowest
 
 
-def restore(url: str, step: int, tracked: Tracked, shards: int, talk: SmallCollectives) -> FoundCheckpoint | None:
+def restore(
+    url: str, step: int, tracked: Tracked, shard_map: ShardMap, talk: SmallCollectives
+) -> FoundCheckpoint | None:
     """Load the checkpoint of this step, whatever world wrote it; None if one of the ranks cannot, so that none uses
     it. All ranks together. StorageError if storage cannot be reached."""
-    found, problem = _try_to_load(url, step, tracked, talk.rank, shards)
+    found, problem = _try_to_load(url, step, tracked, shard_map, talk.rank)
     is_bad, is_away = talk.agree((int(problem is not None), int(_is_away(problem))))
     if is_away:
         raise StorageError(f"the checkpoint of step {step} cannot be read: {problem or 'another rank says so'}")
@@ -135,24 +138,24 @@ def _is_away(problem: Exception | None) -> bool:
 
 
 def _try_to_load(
-    url: str, step: int, tracked: Tracked, rank: int, shards: int
+    url: str, step: int, tracked: Tracked, shard_map: ShardMap, rank: int
 ) -> tuple[FoundCheckpoint | None, CheckpointError | StateError | None]:
     try:
         catalogue = CheckpointCatalogue(open_store(url))
         found = catalogue.open(step)
         with catalogue.reading(found):
-            load(found, tracked, rank, shards)
+            load(found, tracked, shard_map, rank)
     except (CheckpointError, StateError) as error:
         return None, error
     return found, None
 
 
-def load(found: FoundCheckpoint, tracked: Tracked, rank: int, shards: int) -> None:
+def load(found: FoundCheckpoint, tracked: Tracked, shard_map: ShardMap, rank: int) -> None:
     """Return the state of one rank, verified; resharded if the world is cut otherwise."""
     about = found.about
     sources = _Sources(found)
     try:
-        shard = rank % shards if about.shards == shards else None
+        shard = shard_map.shard_of(rank) if about.shards == shard_map.shards else None
         load_parts(sources, about.shards, about.shares, tracked, shard=shard)
     finally:
         sources.close()

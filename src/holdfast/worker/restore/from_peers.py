@@ -3,8 +3,8 @@
 Everybody knows from the resume who has the state and who has not, so the plan needs no word of its own:
 
     every rank has all of it     from the nearest rank that has it: one of the same node, the work shared out in turn
-    sharded, with copies by      from a rank that has the same shard
-    the cut itself (HSDP)
+    sharded, with replicas       from a rank that has the same shard
+    (HSDP, pipeline × data, …)
     sharded                      from the rank that keeps the newcomer's replica (peer_replicas.py)
     what each rank has for       from the rank that keeps the newcomer's copy of it, beside the rest (local_state.py)
     itself
@@ -18,6 +18,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from holdfast.core.shard_map import ShardMap
 from holdfast.core.views import ring_partner
 from holdfast.errors import StateConflictError, StateLostError
 from holdfast.state.arena import Arena
@@ -44,7 +45,7 @@ def plan(
     resume: ResumePoint,
     first_ranks: Sequence[int],
     world_size: int,
-    shards: int,
+    shard_map: ShardMap,
     copies: int,
     local_copies: int | None = None,
 ) -> list[StateTransfer]:
@@ -54,7 +55,7 @@ def plan(
     transfers: list[StateTransfer] = []
     sent: dict[int, int] = {}
     for newcomer in resume.newcomers:
-        peers = [rank for rank in resume.holders if rank % shards == newcomer % shards]
+        peers = [rank for rank in resume.holders if shard_map.shard_of(rank) == shard_map.shard_of(newcomer)]
         if peers:
             node = bisect_right(first_ranks, newcomer)
             source = min(peers, key=lambda rank: (bisect_right(first_ranks, rank) != node, sent.get(rank, 0), rank))

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from holdfast.core.image_info import ImageInfo, StateKey
+from holdfast.core.shard_map import ShardMap
 from holdfast.errors import CheckpointError, StateError
 from holdfast.snapshots.slot_file import ImageLock, SlotPage, SlotStatus
 from holdfast.state.partition import FilePart, MemoryPart, PartSource, load_parts
@@ -72,13 +73,13 @@ class SnapshotRestore:
         images: Iterable[StoredImage],
         local_rank: int,
         local_world_size: int,
-        shards: int,
+        shard_map: ShardMap,
         tracked: Tracked,
         talk: SmallCollectives,
     ) -> None:
-        """`images`: those that this node has. `shards`: into how many the tracked objects are split."""
+        """`images`: those that this node has. `shard_map`: how the tracked objects are cut."""
         self._mine = sorted(images, key=lambda one: one.path)
-        self._shards, self._tracked, self._talk = shards, tracked, talk
+        self._shard_map, self._tracked, self._talk = shard_map, tracked, talk
         offered = [one for index, one in enumerate(self._mine) if index % local_world_size == local_rank]
         self._rows = [_decode_offers(row) for row in talk.gather(_encode_offers(offered[:OFFERS_MAX]))]
         self._refused: dict[StateKey, str] = {}
@@ -92,7 +93,7 @@ class SnapshotRestore:
         """Load the newest state, from the one before this step on, that every rank can load. After a None the objects
         may hold a mixture, if some were refused, and must be loaded from another source."""
         while (choice := choose(self._rows, at_least, self._refused)) is not None:
-            problem = _load(choice, self._mine, self._shards, self._tracked, self._talk)
+            problem = _load(choice, self._mine, self._shard_map, self._tracked, self._talk)
             if not self._talk.agree((int(bool(problem)),))[0]:
                 return choice
             self._refused[choice.key] = problem or "another rank cannot load it"
@@ -131,12 +132,13 @@ def choose(
 
 
 def _load(
-    choice: SnapshotChoice, mine: Sequence[StoredImage], shards: int, tracked: Tracked, talk: SmallCollectives
+    choice: SnapshotChoice, mine: Sequence[StoredImage], shard_map: ShardMap, tracked: Tracked, talk: SmallCollectives
 ) -> str:
     """Load a state; return why this rank cannot, or nothing."""
     key, problem = choice.key, ""
     here = {one.info.part: one for one in mine if one.info.state == key}
-    needed = _needed(choice, shards, talk.rank)
+    shard = shard_map.shard_of(talk.rank) if key.shards == shard_map.shards else None
+    needed = _needed(choice, shard)
     with ExitStack() as stack:
         served: dict[int, ServedPart] = {}
         try:
@@ -160,18 +162,16 @@ def _load(
                 info = here[part].info
                 checksums = unpack_checksums(info.checksums) or None
                 sources[part] = stack.enter_context(FilePart(Path(here[part].path), checksums, info.size_bytes))
-            shard = talk.rank % shards if key.shards == shards else None
             load_parts(sources, key.shards, key.shares, tracked, shard=shard)
         except (CheckpointError, StateError) as error:
             problem = str(error)
     return problem
 
 
-def _needed(choice: SnapshotChoice, shards: int, rank: int) -> list[int]:
-    """Return the parts of our shard, if the state is split as ours; else all of them."""
-    if choice.key.shards != shards:
-        return sorted(choice.servers)
-    return [part for part in sorted(choice.servers) if part % shards == rank % shards]
+def _needed(choice: SnapshotChoice, shard: int | None) -> list[int]:
+    """Return the parts of our shard; all of them if the state is cut otherwise than ours."""
+    parts = sorted(choice.servers)
+    return parts if shard is None else [part for part in parts if part % choice.key.shards == shard]
 
 
 class ServedPart(NamedTuple):

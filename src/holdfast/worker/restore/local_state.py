@@ -21,6 +21,7 @@ from collections.abc import Iterator
 
 import torch
 
+from holdfast.core.shard_map import ShardMap
 from holdfast.errors import ScriptError
 from holdfast.state.per_rank_state import StatePart
 from holdfast.state.tracked import Tracked
@@ -72,7 +73,7 @@ class LocalState:
         if self.since > next_step:
             self.adopt(-1)
 
-    def compare_gradients(self, step: int, shards: int) -> bool:
+    def compare_gradients(self, step: int, shard_map: ShardMap) -> bool:
         """Compare gradients that a step leaves, at its commit, on all ranks. Return whether they are found to differ
         now, for the first time, between ranks that should have the same."""
         if not self._tracked.is_accumulating:
@@ -81,7 +82,8 @@ class LocalState:
         if self._tracked.gradients_are_local:
             return False
         sums = [row[0] for row in groups.gather([checksum(self._gradients())])]
-        if all(value == sums[rank % shards] for rank, value in enumerate(sums)):
+        by_shard = (shard_map.ranks_of(shard, len(sums)) for shard in range(shard_map.shards))
+        if all(len({sums[rank] for rank in ranks}) == 1 for ranks in by_shard):
             return False
         self.adopt(step + 1)
         return True

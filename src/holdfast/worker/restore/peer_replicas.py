@@ -13,12 +13,13 @@ to them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from holdfast.core.shard_map import ShardMap
 from holdfast.core.views import ring_partner
 from holdfast.errors import StateError
 from holdfast.state.arena import Arena
@@ -36,15 +37,19 @@ class ReplicaRing:
         self.cost_s = 0.0
         self._first_ranks: Sequence[int] = ()
         self._rank = self._world_size = 0
+        self._copied: Collection[int] = ()
         self.ours: Arena | None = None
         self._ours_next: Arena | None = None
         self.theirs: dict[int, Arena] = {}
         """By the rank whose shard it is."""
         self._theirs_next: dict[int, Arena] = {}
 
-    def assignment(self, first_ranks: Sequence[int], rank: int, world_size: int) -> None:
-        """Another view."""
+    def assignment(
+        self, first_ranks: Sequence[int], rank: int, world_size: int, copied: Collection[int] | None = None
+    ) -> None:
+        """Follow another view. `copied`: the ranks whose state is copied to others; None: all."""
         self._first_ranks, self._rank, self._world_size = first_ranks, rank, world_size
+        self._copied = range(world_size) if copied is None else copied
 
     def before_update(self) -> None:
         """Do nothing: the copy of the last committed step is there."""
@@ -74,6 +79,8 @@ class ReplicaRing:
     def _partners(self, rank: int) -> list[int]:
         """Return the ranks that keep a rank's copies. Nodes of different sizes may give one rank two to keep, and
         another none."""
+        if rank not in self._copied:
+            return []
         found = {ring_partner(self._first_ranks, self._world_size, rank, nth) for nth in range(1, self._copies + 1)}
         return sorted(found - {rank})
 
@@ -82,12 +89,13 @@ class ReplicaRing:
         self.ours, self._ours_next = self._ours_next, self.ours
         self.theirs, self._theirs_next = self._theirs_next, self.theirs
 
-    def copies_at(self, step: int, shard: int) -> dict[int, Arena]:
+    def copies_at(self, step: int, shard_map: ShardMap, own_rank: int) -> dict[int, Arena]:
         """Return all complete copies of the state before `step` that are here, our own included, by shard."""
-        found = {rank: copy for rank in {*self.theirs, *self._theirs_next} if (copy := self.copy_of(rank, step))}
+        ranks = {*self.theirs, *self._theirs_next}
+        found = {shard_map.shard_of(rank): copy for rank in ranks if (copy := self.copy_of(rank, step))}
         for copy in (self.ours, self._ours_next):
             if copy is not None and copy.is_complete and copy.step == step:
-                found[shard] = copy
+                found[shard_map.shard_of(own_rank)] = copy
         return found
 
     def copy_of(self, rank: int, step: int) -> Arena | None:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from holdfast.core.shard_map import ShardMap
 from holdfast.errors import StateConflictError, StateError
 from holdfast.state.arena import Arena
 from holdfast.state.reshard import needed, reshard
@@ -53,10 +54,10 @@ class ReshardSource(NamedTuple):
     skeleton_bytes: dict[int, int]
 
 
-def is_needed(resume: ResumePoint, shards: int) -> bool:
-    """Return whether some rank's objects do not hold the state that is theirs in a world cut into so many."""
+def is_needed(resume: ResumePoint, shard_map: ShardMap) -> bool:
+    """Return whether some rank's objects do not hold the state that is theirs."""
     held = zip(resume.holders, resume.held, strict=False)
-    return any(one != (shards, rank % shards) for rank, one in held)
+    return any(one != (shard_map.shards, shard_map.shard_of(rank)) for rank, one in held)
 
 
 def carry_out(offers: Offers, step: int, tracked: Tracked) -> None:

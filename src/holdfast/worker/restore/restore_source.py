@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from holdfast.core.shard_map import ShardMap
 from holdfast.state.tracked import Tracked
 from holdfast.storage.checkpoint_catalogue import FoundCheckpoint
 from holdfast.wire.worker_messages import StoredImage
@@ -37,12 +38,17 @@ class RestorePoint(NamedTuple):
 
 
 def find_start(
-    url: str, held: Iterable[StoredImage], local: tuple[int, int], tracked: Tracked, shards: int, talk: SmallCollectives
+    url: str,
+    held: Iterable[StoredImage],
+    local: tuple[int, int],
+    tracked: Tracked,
+    shard_map: ShardMap,
+    talk: SmallCollectives,
 ) -> RestorePoint | None:
     """Load the newest state that every rank can load, all ranks together; None if there is none. CheckpointError if
     there is something and none of it could be loaded: the objects may hold a mixture, and cannot be started with.
     `held`: the images in this node's memory. `local`: our number among its workers, and theirs."""
-    memory = SnapshotRestore(held, *local, shards, tracked, talk)
+    memory = SnapshotRestore(held, *local, shard_map, tracked, talk)
     if memory.has_some:
         (newest,) = talk.agree((from_checkpoints.newest_step(url),))
         if (choice := memory.load(newest)) is not None:
@@ -51,7 +57,7 @@ def find_start(
     while (step := from_checkpoints.agreed_step(url, before, talk)) >= 0:
         if (choice := memory.load(step)) is not None:
             return _recalled(choice)
-        if (found := from_checkpoints.restore(url, step, tracked, shards, talk)) is not None:
+        if (found := from_checkpoints.restore(url, step, tracked, shard_map, talk)) is not None:
             return RestorePoint(step, found.about.seed, found.about.world_size, is_recalled=False, checkpoint=found)
         before = step
     if (choice := memory.load(0)) is not None:
