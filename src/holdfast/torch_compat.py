@@ -400,6 +400,30 @@ def forget_meshes() -> None:
     _random._rng_tracker = None
 
 
+@private
+def ranks_along_mesh(mesh: Any) -> list[list[int]]:
+    """Return the ranks of all parallel slices of a part of a mesh, each in the order of its dimensions: for
+    `mesh["dp"]`, the ranks of every data-parallel group. `DeviceMesh.mesh` has the slice of the own rank alone. Seen in
+    2.13."""
+    slices = mesh._layout.remap_to_tensor(mesh._rank_map)
+    found: list[list[int]] = slices.flatten(1).tolist()
+    return found
+
+
+@private
+def begin_dtensor_random(mesh: Any) -> None:
+    """Make what DTensor's random operations draw by on a device, if nothing has yet. torch makes it in the first of
+    them, and has all ranks take the random state of rank 0: a replacement would be alone in that exchange, and all data
+    coordinates would draw alike until the next step. It has no state of its own: it reads the device's generator, goes
+    to the place of the rank's shard, and sets it behind the complete tensor. On the CPU there is none, and each rank
+    draws for its shard as for a tensor of its own. Seen in 2.13."""
+    from torch.distributed.tensor import _random
+
+    if mesh.device_type == "cpu" or _random._rng_tracker is not None or not _random.is_rng_supported_mesh(mesh):
+        return
+    _random._rng_tracker = _random.OffsetBasedRNGTracker(mesh, run_state_sync=False)
+
+
 # --- processes
 
 

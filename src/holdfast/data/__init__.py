@@ -3,6 +3,7 @@
     order.py            position → sample, a pure function
     slots.py            the global batch → ranks, a pure function
     step_plan.py        both together: which samples a step has
+    data_coordinates.py which ranks are given the same batches
     cursor.py           how far it is committed: the state; and the steps that are skipped
     sampler.py          for torch's own DataLoader
     batch_source.py     what loader and stream have in common

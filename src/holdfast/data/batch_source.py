@@ -75,17 +75,22 @@ class BatchSource(RankAssignment):
         return self._last_batch.is_ghost
 
     def set_assignment(self, rank: int, world_size: int, weights: Sequence[float] | None = None) -> None:
-        """Change the slots of this rank from the next batch on, for another view."""
-        slots_of(rank, world_size, self._slots_total, weights)  # refuses what cannot be
-        self._assignment = (rank, world_size)
-        self.weights = None if weights is None else tuple(weights)
+        """Change the slots of this rank from the next batch on, for another view: rank, size and weights are those of
+        all ranks of the job, also with a mesh."""
+        own, size, shares = rank, world_size, self._shared_weights(weights)
+        if self.coordinates is not None:
+            own, size = self.coordinates.of(rank, world_size), self.coordinates.count
+        slots_of(own, size, self._slots_total, shares)  # refuses what cannot be
+        self._assignment, self.weights = (rank, world_size), shares
 
     def bearable(self, world_size: int, weights: Sequence[float]) -> Sequence[float] | None:
         """Return the weights that are wanted, if there are any and they help: not if they leave a rank without a slot,
         nor if all ranks have to make as many passes as the one with most. The result is the same on all ranks."""
         if not weights or (self.even_batches and self._has_slots):
             return None
-        return weights if min(slot_counts(world_size, self._slots_total, tuple(weights))) > 0 else None
+        shares = self._shared_weights(weights) or ()
+        size = world_size if self.coordinates is None else self.coordinates.count
+        return weights if min(slot_counts(size, self._slots_total, shares)) > 0 else None
 
     def _slots(self) -> range:
         return slots_of(self.rank, self.world_size, self._slots_total, self.weights)
@@ -122,7 +127,7 @@ class BatchSource(RankAssignment):
         values = [0.0] * (self._slots_total if self._has_slots else self.world_size)
         for slot, value in own.items():
             values[slot if self._has_slots else self.rank] = value
-        total = math.fsum(over_all_ranks(values, torch.float64, self.world_size))
+        total = math.fsum(over_all_ranks(values, torch.float64, self._job_size))
         if not total:
             raise UsageError("all batches of the step weigh nothing: there is no mean of them")
         return total

@@ -18,14 +18,18 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 
 from holdfast.core.environment_variables import SPARE_VARIABLE
+from holdfast.data.data_coordinates import DataCoordinates, coordinates_along
 from holdfast.data.slots import loss_scale
 from holdfast.data.step_plan import StepPlan
 from holdfast.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def own_assignment(rank: int | None, world_size: int | None) -> tuple[int, int]:
@@ -51,16 +55,53 @@ def assigned(rank: int | None, world_size: int | None) -> tuple[int, int] | None
 
 
 class RankAssignment:
-    """An object with a rank and a world size. In a spare they are read when they are first needed, not before."""
+    """An object whose batches belong to a rank, or to all ranks of a data coordinate, where there is a mesh. In a spare
+    rank and world size are read when they are first needed, not before."""
 
     _assignment: tuple[int, int] | None = None
+    """Rank and world size of the job."""
+    coordinates: DataCoordinates | None = None
+    """The data coordinates of all ranks; None: each rank has batches of its own."""
 
     @property
     def rank(self) -> int:
-        return self._known_assignment()[0]
+        """The number of this rank among those that share the data out; with a mesh, its data coordinate."""
+        rank, world_size = self._known_assignment()
+        return rank if self.coordinates is None else self.coordinates.of(rank, world_size)
 
     @property
     def world_size(self) -> int:
+        """The number of ranks that share the data out; with a mesh, of data coordinates."""
+        return self._known_assignment()[1] if self.coordinates is None else self.coordinates.count
+
+    @property
+    def is_lowest_of_coordinate(self) -> bool:
+        """Whether no lower rank gets the same batches."""
+        return self.coordinates is None or self.coordinates.is_lowest(self._known_assignment()[0])
+
+    def audited(self, samples: int, total: int) -> tuple[int, int]:
+        """Return what of a batch enters the sample audit: its samples, and the sum of their digests."""
+        if self.coordinates is None:
+            return samples, total
+        return self.coordinates.audited(self._known_assignment()[0], samples, total)
+
+    def _take_mesh(self, mesh: DeviceMesh | None, rank: int | None, world_size: int | None) -> None:
+        """Share the data out along a mesh, if there is one."""
+        if mesh is None:
+            return
+        if rank is not None or world_size is not None:
+            raise UsageError("give either mesh=, or rank= and world_size=: the mesh says which batches a rank has")
+        self.coordinates = coordinates_along(mesh)
+
+    def _shared_weights(self, weights: Sequence[float] | None) -> tuple[float, ...] | None:
+        """Return the weights of those that share the data out, from one a rank."""
+        if weights is None:
+            return None
+        return tuple(weights) if self.coordinates is None else self.coordinates.slowest(weights)
+
+    @property
+    def _job_size(self) -> int:
+        """The number of ranks of the job."""
         return self._known_assignment()[1]
 
     def _known_assignment(self) -> tuple[int, int]:
@@ -86,9 +127,9 @@ class Cursor(RankAssignment):
     def __init__(self, plan: StepPlan, assignment: tuple[int, int] | None, weights: Sequence[float] | None) -> None:
         self.plan = plan
         self._assignment = assignment
-        self.weights = None if weights is None else tuple(weights)
+        self.weights = self._shared_weights(weights)
         if assignment is not None:
-            self.plan.share(0, *assignment, self.weights)  # refuses weights that cannot be
+            self.plan.share(0, self.rank, self.world_size, self.weights)  # refuses weights that cannot be
         self.skips = Skips()
         """The steps that are left out."""
         self._step = 0

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from holdfast.data.batch_source import BatchInfo, BatchSource, Weight
 from holdfast.data.cursor import Cursor, assigned, size_of
@@ -31,6 +31,9 @@ from holdfast.data.pipeline import Pipeline, Units
 from holdfast.data.step_plan import LastBatch, make_plan
 from holdfast.data.worker_dataset import Collate, SampleFetcher, Transform
 from holdfast.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 OURS = ("batch_size", "batch_sampler", "sampler", "shuffle", "drop_last", "generator")
 
@@ -65,15 +68,18 @@ class Loader(BatchSource, Cursor):
         seed_samples: bool = True,
         rank: int | None = None,
         world_size: int | None = None,
+        mesh: DeviceMesh | None = None,
         weights: Sequence[float] | None = None,
         **options: Any,
     ) -> None:
         """Make a loader. `slots` divides the global batch, for the whole run; without it, ranks' shares are not divided
         further. `transform` maps a sample, in the workers. `seed_samples` sets the generators by (seed, epoch, sample)
         before each sample is read and transformed; that costs some 15 µs a sample, which can be saved where nothing is
-        random. `options` go to torch's DataLoader."""
+        random. `mesh` has the dimensions of a DeviceMesh along which the batch is divided, as in `mesh["dp"]`: ranks
+        that differ in others only are given the same batches. `options` go to torch's DataLoader."""
         if wrong := [name for name in OURS if name in options]:
             raise UsageError(f"{', '.join(wrong)}: the plan decides; give global_batch_size, shuffle, last_batch, seed")
+        self._take_mesh(mesh, rank, world_size)
         assignment = assigned(rank, world_size)
         plan = make_plan(
             size_of(dataset),

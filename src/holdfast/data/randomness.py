@@ -4,7 +4,7 @@ A random augmentation must come out the same whichever worker computes it, and d
 slot; after a repeated step too. So the generators of Python, NumPy and torch are set from what is being computed:
 
     augmentation   (seed, epoch, sample)     sample_randomness
-    dropout        (seed, step, slot)        slot_randomness
+    dropout        (seed, step, slot)        slot_randomness; in a pipeline also by its stage
 
 and put back afterwards, so that what the surrounding program draws does not depend on it.
 """
@@ -37,9 +37,9 @@ def batch_key(seed: int, first: int, end: int) -> int:
     return _key("batch", seed, first, end)
 
 
-def slot_key(seed: int, step: int, slot: int) -> int:
-    """Return a 64-bit key for all that is random about a slot in a step."""
-    return _key("slot", seed, step, slot)
+def slot_key(seed: int, step: int, slot: int, stage: int = 0) -> int:
+    """Return a 64-bit key for all that is random about a slot in a step, in a stage of a pipeline."""
+    return _key("slot", seed, step, slot, *([stage] if stage else []))
 
 
 @contextmanager

@@ -24,7 +24,7 @@ trained on, not of the step last drawn.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Sampler as TorchSampler
 
@@ -32,6 +32,9 @@ from holdfast.data.cursor import Cursor, own_assignment, size_of
 from holdfast.data.order import Locality
 from holdfast.data.step_plan import LastBatch, blocks, make_plan
 from holdfast.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 BLOCK_SAMPLES = 16_384
 """How many of its samples a rank computes at a time: enough to make the vector operations' fixed costs small."""
@@ -54,14 +57,17 @@ class Sampler(Cursor, TorchSampler[list[int]]):
         fingerprint: str = "",
         rank: int | None = None,
         world_size: int | None = None,
+        mesh: DeviceMesh | None = None,
         weights: Sequence[float] | None = None,
     ) -> None:
         """Make a sampler. `dataset` may be its size. Give `global_batch_size`, or `batch_size`, a rank's share at the
         first start. The global batch belongs to the run: with `batch_size`, a state from another world size brings the
-        one it was saved with. `weights`, one a rank, give slow ranks smaller shares."""
+        one it was saved with. `weights`, one a rank, give slow ranks smaller shares. `mesh` is that of `hf.Loader`: a
+        share is that of a data coordinate then."""
         if (batch_size is None) == (global_batch_size is None):
             raise UsageError("give either batch_size (of one rank) or global_batch_size (of the step)")
-        rank, world_size = own_assignment(rank, world_size)
+        self._take_mesh(mesh, rank, world_size)
+        self._assignment = own_assignment(rank, world_size)
         self._settings: dict[str, Any] = {
             "seed": seed,
             "shuffle": shuffle,
@@ -72,9 +78,9 @@ class Sampler(Cursor, TorchSampler[list[int]]):
         self._size = size_of(dataset)
         self._global_batch_is_open = global_batch_size is None
         if batch_size is not None:
-            global_batch_size = batch_size * world_size
+            global_batch_size = batch_size * self.world_size
         plan = make_plan(self._size, global_batch_size=global_batch_size or 0, **self._settings)
-        Cursor.__init__(self, plan, (rank, world_size), weights)
+        Cursor.__init__(self, plan, self._assignment, weights)
 
     @property
     def loss_scale(self) -> float:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import numpy as np
@@ -39,6 +39,9 @@ from holdfast.data.slots import loss_scale, slot_positions
 from holdfast.data.step_plan import check_configuration
 from holdfast.data.stream_step import Agree, StreamNegotiation, StreamSegment, StreamStepPlan
 from holdfast.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 STATE_VERSION = 1
 SLOTS_DEFAULT_MAX = 64
@@ -79,6 +82,7 @@ class Stream(BatchSource):
         threads: int = 2,
         rank: int | None = None,
         world_size: int | None = None,
+        mesh: DeviceMesh | None = None,
         weights: Sequence[float] | None = None,
         agree: Agree | None = None,
     ) -> None:
@@ -88,8 +92,10 @@ class Stream(BatchSource):
         number that yields the records from it on; without it, the names decide. `split_bytes` splits large files of
         lines. `epochs`: None is without end. `shuffle` permutes the shards of each epoch; records stay in their order.
         `threads` read ahead; `transform` runs in the caller's thread, its randomness keyed by epoch and record.
+        `mesh` is that of `hf.Loader`: ranks of one data coordinate read the same shards, each for itself.
         `agree`: the maximum over all ranks, where torch.distributed's default group is not the one to ask.
         """
+        self._take_mesh(mesh, rank, world_size)
         self._catalogue = ShardCatalogue(shards, format, split_bytes, seed, shuffle)
         has_slots, self._given_maximum = slots is not None, agree
         slots = slots or min(global_batch_size, len(self._catalogue), SLOTS_DEFAULT_MAX)
@@ -124,7 +130,7 @@ class Stream(BatchSource):
         """Whether all ranks of the view have the same stream."""
         self._some_record: tuple[int, int, Any] | None = None
         self._samples = _NOTHING
-        self.weights = None if weights is None else tuple(weights)
+        self.weights = self._shared_weights(weights)
         if (assignment := assigned(rank, world_size)) is not None:
             self.set_assignment(*assignment, weights)
 
@@ -194,10 +200,11 @@ class Stream(BatchSource):
     def _adopt(self, plan: StreamStepPlan) -> None:
         """Commit a step plan; also one without records, at the end: what could not be read on the way there is recorded
         and reported."""
-        self._plan, own = None, self._slots()
+        self._plan, own = None, self._reported_slots()
         for lease, rest in plan.failures:
             if rest.slot in own:
-                problem = self._problem(rest, self._readers.reader_of(lease).error)
+                error = self._readers.reader_of(lease).error
+                problem = self._problem(rest, error or "another rank of the data coordinate could not read it")
                 self._problems.append(problem)
                 _warn(problem)
         self._news += [(slot, lease) for slot, lease in plan.leases if slot in own]
@@ -235,9 +242,14 @@ class Stream(BatchSource):
     def _report_again(self) -> None:
         """Report everything again, after a change of rank or step. Rank 0 reports the quarantine too, because the rank
         that had the shard may have died before it reported it."""
-        self._plan = None
-        self._news = [(slot, lease) for slot in self._slots() for lease in self._book.held[slot]]
-        self._problems = [self._problem(rest, "") for rest in self._book.quarantined if self.rank == 0]
+        self._plan, own = None, self._reported_slots()
+        self._news = [(slot, lease) for slot in own for lease in self._book.held[slot]]
+        is_first = self.rank == 0 and self.is_lowest_of_coordinate
+        self._problems = [self._problem(rest, "") for rest in self._book.quarantined if is_first]
+
+    def _reported_slots(self) -> range:
+        """Return the slots that this rank reports of: its own, unless another rank has the same ones."""
+        return self._slots() if self.is_lowest_of_coordinate else range(0)
 
     def take_news(self) -> tuple[list[Lease], list[ShardProblem]]:
         """Return what commits have granted to slots of this rank and what failed in them, since the last call."""
@@ -279,7 +291,7 @@ class Stream(BatchSource):
     def _maximum(self, values: list[int]) -> list[int]:
         if self._given_maximum is not None:
             return self._given_maximum(values)
-        return over_all_ranks(values, torch.int64, self.world_size)
+        return over_all_ranks(values, torch.int64, self._job_size)
 
     def _fingerprint(self) -> int:
         """Return a number that differs where ranks do not have the same stream at the same step."""

@@ -20,6 +20,9 @@ FAILURES_PER_SLOT = 2
 """If more readings fail in one step, beside those of one shard that is tried again and again, it is the storage that
 fails, and nothing is put in quarantine."""
 
+RECORDS_END = 2**48
+"""More than the records of any batch."""
+
 AvailableRecords = Callable[[int, Sequence[LeasedShard], int], list[TakenShard]]
 """A function that returns what a slot can have of its leases, given how many records it wants; nothing, if it is
 another rank's."""
@@ -108,15 +111,13 @@ class StreamNegotiation:
             plan.leases += [(s, lease) for s, held in enumerate(book.held) for lease in held if lease.number >= before]
 
     def _exchange(self, taken: list[list[TakenShard]], fingerprint: int) -> list[list[TakenShard]]:
-        """Return the values of all ranks. A slot belongs to one rank, so the maximum over ranks is that rank's
-        value."""
+        """Return what all ranks can have. Of ranks that have the same slot, each reads for itself, and one may fail
+        where another does not: all take what every one of them can have."""
         values = [fingerprint, -fingerprint]
         for parts in taken:
-            for part in parts + [TakenShard(0)] * (AHEAD - len(parts)):
-                values += [part.records, int(part.end)]
-        numbers = self.checked(values)
-        pairs = [TakenShard(numbers[at], StreamEnd(numbers[at + 1])) for at in range(0, len(numbers), 2)]
-        return [pairs[at : at + AHEAD] for at in range(0, len(pairs), AHEAD)]
+            values += [_as_number(part) for part in parts] + [0] * (AHEAD - len(parts))
+        found = [_from_number(number) for number in self.checked(values)]
+        return [found[at : at + AHEAD] for at in range(0, len(found), AHEAD)]
 
     def checked(self, values: list[int]) -> list[int]:
         """Return the maxima of what follows the mark, which must be the same on all ranks. `values` begin with it, as
@@ -133,3 +134,15 @@ class StreamNegotiation:
         if any(book.held[slot] and plan.count(slot) < share for slot, share in enumerate(self._shares)):
             return True
         return not plan.total and core.is_used_up(book) and core.has_next_epoch(book)
+
+
+def _as_number(taken: TakenShard) -> int:
+    """Return a number that is the larger, the fewer records there are; 0 is that of a rank that has not the slot."""
+    return (RECORDS_END - taken.records) * len(StreamEnd) + int(taken.end)
+
+
+def _from_number(number: int) -> TakenShard:
+    if not number:
+        return TakenShard(0)
+    missing, end = divmod(number, len(StreamEnd))
+    return TakenShard(RECORDS_END - missing, StreamEnd(end))

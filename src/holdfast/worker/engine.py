@@ -27,6 +27,7 @@ import torch
 
 from holdfast.core.events import SessionInfo
 from holdfast.core.shard_map import ShardMap
+from holdfast.data.data_coordinates import DataCoordinates
 from holdfast.data.randomness import set_generators, slot_key
 from holdfast.errors import FinishAlone, HoldfastError, RepeatStep, ScriptError, StateConflictError
 from holdfast.state.tracked import Tracked
@@ -49,9 +50,10 @@ from holdfast.worker.replica_check import Due
 from holdfast.worker.resume_point import RankStatus, ResumePoint
 from holdfast.worker.sample_recorder import SampleRecorder, mark_of
 from holdfast.worker.script_checks import refuse_collective_of, warn_of_collective
+from holdfast.worker.shown_loss import LOSS, loss_mark, loss_of
 from holdfast.worker.transaction import TRIAL_STEPS, StepTransaction
 
-GENERATORS = "a function of seed, step and rank or slot"
+GENERATORS = "a function of seed, step, pipeline stage, and rank, data coordinate or slot"
 
 
 class CommitVote(NamedTuple):
@@ -73,6 +75,8 @@ class CommitVote(NamedTuple):
     negative_values_mark: int
     """A checksum of the plain values that are tracked (state/plain_values.py)."""
     wants_replica_check: int
+    loss: int
+    """The loss that was logged in the last committed step, by the lowest rank that has one (shown_loss.py)."""
 
     def agree(self, snapshots: Sequence[int], collectives: EngineCollectives) -> tuple[CommitVote, list[int]]:
         """Return what all ranks say, and the same of their snapshots, in one exchange: it is the barrier. Raises
@@ -135,6 +139,11 @@ class Engine:
         """The saved state with which this process began; empty: none."""
         self.logged: dict[str, float] = {}
         """What the script logged in its last committed step."""
+        self.coordinates: DataCoordinates | None = None
+        """Which ranks are given the same batches; None: none are."""
+        self.stage = 0
+        """The stage of a pipeline that this rank has: ranks of one data coordinate draw the same random numbers in the
+        same stage, and others in others."""
         self.guards = NumericGuards(self)
         self._step_began_ns = 0
         self._is_paced = False
@@ -363,7 +372,15 @@ class Engine:
         self.transaction.keeps_copy = self._keeps_copy
         self.guards.begin()
         self.transaction.begin()
-        set_generators(slot_key(self.seed, number, self.collectives.rank()))
+        self.set_generators(number)
+
+    def set_generators(self, step: int, slot: int | None = None) -> None:
+        """Set the generators for a slot of a step, or for what is drawn outside of slots: on each rank other numbers,
+        on ranks that are given the same batches the same."""
+        if slot is None:
+            rank, size = self.collectives.rank(), self.collectives.world_size()
+            slot = rank if self.coordinates is None else self.coordinates.of(rank, size)
+        set_generators(slot_key(self.seed, step, slot, self.stage))
 
     def before_update(self, optimizer: Any) -> None:
         """Commit the step, or copy the state, before an optimizer changes its first parameter."""
@@ -477,10 +494,13 @@ class Engine:
             values_mark=values_mark,
             negative_values_mark=-values_mark,
             wants_replica_check=int(state.replica_check_due),
+            loss=loss_mark(self.collectives.rank(), self.logged),
         )
         answer, snapshot_votes = vote.agree(state.snapshot_vote(self.next_step), self.collectives)
         state.check_replicas(answer.wants_replica_check)
         self._planned_view = answer.newest_view
+        if LOSS not in self.logged and (loss := loss_of(answer.loss)) is not None:
+            self._page.set_loss(loss)
         state.snapshot_agreed(self.next_step, snapshot_votes)
         is_trial = self.next_step + 1 < self._first_step + TRIAL_STEPS
         is_trial |= answer.wants_replica_check == Due.FIRST_STEPS  # what is compared is the state after the update

@@ -34,7 +34,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from holdfast.core.anomalies import DEVIATIONS
 from holdfast.data.batch_source import BatchSource, Weight
-from holdfast.data.randomness import set_generators, slot_key
 from holdfast.errors import Reenter, ScriptError, UsageError
 from holdfast.state.plain_values import TrackedValues, forget_values, with_values_held
 from holdfast.state.tracked import Tracked
@@ -54,16 +53,15 @@ from holdfast.worker.parallel.canonical import CanonicalReduction
 from holdfast.worker.parallel.holdings import DeclaredMesh, declared_mesh
 from holdfast.worker.parallel.models import communicates_in_forward, prepare_models, set_gradient_sync
 from holdfast.worker.script_checks import ScriptChecks, check_something_tracked, refuse_unnamed, warn_once
+from holdfast.worker.shown_loss import LOSS
 from holdfast.worker.step import Step
-from holdfast.worker.tracked_loaders import Sizing
+from holdfast.worker.tracked_loaders import Sizing, common_coordinates
 from holdfast.worker.worker_state import WorkerState
 
 Reduction = Literal["average", "canonical"]
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 """Of a collective, as torch's own. A dead rank is noticed in milliseconds, a hung one by its progress record."""
 STEP_LOG = "steps.jsonl"
-LOSS = "loss"
-"""The name in `step.log` of the number that the console shows."""
 _END = object()
 """In place of a batch, when there are no more."""
 
@@ -234,8 +232,10 @@ class Job:
             for thing in self._tracked.others().values():
                 if isinstance(thing, BatchSource):
                     thing.even_batches = True
+        self._engine.coordinates = common_coordinates(self._tracked)
         if self._reduction == "canonical":
             self._canonical = CanonicalReduction(self._tracked)
+            self._canonical.check_coordinates(self._engine.coordinates)
         self._engine.restore()
 
     def ignore(self, *objects: Any) -> None:
@@ -392,9 +392,9 @@ class Job:
         self._ignored.clear()
         self._end_checks()
         self._sources.clear()
-        self._canonical = None
+        self._canonical = self._engine.coordinates = None
         self._is_unwinding = self._is_looping = False
-        self._attempt = 0
+        self._attempt = self._engine.stage = 0
         self._engine.start_over(self._tracked)
 
     # --- a step's own business
@@ -527,7 +527,7 @@ class Job:
                 batch = source.batch(step.number)
             finally:
                 self._engine.drawing = ""
-            self._set_generators(step.number)  # as if nothing had been drawn: a repeated step draws nothing
+            self._engine.set_generators(step.number)  # as if nothing had been drawn: a repeated step draws nothing
             yield batch
             return
         if not self._is_tracked(data):
@@ -540,7 +540,7 @@ class Job:
         for batch in data.step_batches(weight=weight):
             set_gradient_sync(modules, data.is_last_of_step)
             step._uses(data.loss_scale)
-            set_generators(slot_key(self._engine.seed, step.number, data.slot))
+            self._engine.set_generators(step.number, data.slot)
             yield batch
 
     def _source(self, step: Step, data: Iterable[Any]) -> IterableSource:
@@ -552,11 +552,9 @@ class Job:
             self._sizing.check_size(self._tracked, self.world_size)
             is_tracked = self._is_tracked(data)
             drawn = step.number if is_tracked else 0
-            self._sources[id(data)] = IterableSource(data, drawn, is_tracked=is_tracked, prepare=self._set_generators)
+            prepare = self._engine.set_generators
+            self._sources[id(data)] = IterableSource(data, drawn, is_tracked=is_tracked, prepare=prepare)
         return self._sources[id(data)]
-
-    def _set_generators(self, step: int) -> None:
-        set_generators(slot_key(self._engine.seed, step, self.rank))
 
     def _is_tracked(self, thing: Any) -> bool:
         return any(thing is other for other in self._tracked.others().values())

@@ -214,9 +214,9 @@ class Membership:
             return True
         if not elastic.is_inside():
             raise UsageError(
-                f"this process is rank {assignment.rank} of {assignment.world_size} now, and its model is"
-                f" sharded for another"
-                " world: put the training into a function with @hf.elastic, so that it can be built again"
+                f"this process is rank {assignment.rank} of {assignment.world_size} now, and its model is sharded, or"
+                " its loader's mesh made, for another world: put the training into a function with @hf.elastic, so that"
+                " it can be built again"
             )
         return False
 

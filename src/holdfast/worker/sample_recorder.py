@@ -9,6 +9,9 @@ for each loader; the barrier then decides about all ranks' entries alike:
     open         this worker died at the barrier. No rank passes a barrier that not all have reached, so the entry is
                  there, and counts if any other rank's does
 
+Where several ranks are given the same batches, those of one of them count, and the others' are checked against them
+(data/data_coordinates.py).
+
 Batches that a step asks for a second time replace those of the first: they are the same step's.
 """
 
@@ -29,8 +32,8 @@ TEXT_CHARS_MAX = 1_000
 class SampleWatcher:
     """Adds up what one loader hands out."""
 
-    def __init__(self, handed: dict[int, tuple[int, int, int]], source: int) -> None:
-        self._handed, self._source = handed, source
+    def __init__(self, handed: dict[int, tuple[int, int, int]], source: int, loader: Any) -> None:
+        self._handed, self._source, self._loader = handed, source, loader
 
     def begin(self, step: int) -> None:
         """Begin with the batches of a loader's step."""
@@ -38,6 +41,7 @@ class SampleWatcher:
 
     def add(self, count: int, total: int) -> None:
         """Add one batch."""
+        count, total = self._loader.audited(count, total)
         step, before, sum_before = self._handed[self._source]
         self._handed[self._source] = (step, before + count, (sum_before + total) % TOTAL_MODULUS)
 
@@ -56,7 +60,7 @@ class SampleRecorder:
     def attach(self, loaders: Iterable[Any]) -> None:
         """Watch these tracked loaders."""
         for source, loader in enumerate(loaders):
-            loader.watcher = SampleWatcher(self._handed, source)
+            loader.watcher = SampleWatcher(self._handed, source, loader)
 
     def write(self, view: int, rank: int, world_size: int, job_step: int) -> None:
         """Write the entries of a step that has come to its barrier."""

@@ -75,6 +75,12 @@ class Step:
         """
         yield from self._job._batches(self, data, weight)
 
+    @property
+    def loss_scale(self) -> float:
+        """The factor of the loss of the batch handed out last, which `step.backward` applies: for a loss function that
+        is not followed by it, such as that of a pipeline's schedule."""
+        return self._scale
+
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss of the batch handed out last, weighted so that the average over ranks is the mean over the
         global batch, whatever the split."""

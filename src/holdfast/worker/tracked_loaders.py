@@ -7,9 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from holdfast.core.shard_leases import REPORTS_MAX
-from holdfast.errors import ScriptError
+from holdfast.data.cursor import RankAssignment
+from holdfast.data.data_coordinates import DataCoordinates
+from holdfast.errors import ScriptError, UsageError
 from holdfast.state.tracked import Tracked
 from holdfast.wire.worker_messages import StreamReportedMessage
+from holdfast.worker import elastic
+from holdfast.worker.parallel.models import is_sharded
 
 
 def loaders(tracked: Tracked) -> list[Any]:
@@ -20,6 +24,20 @@ def loaders(tracked: Tracked) -> list[Any]:
 def audited(tracked: Tracked) -> dict[str, Any]:
     """Return the loaders that say which samples they hand out."""
     return {name: thing for name, thing in tracked.others().items() if hasattr(thing, "watcher")}
+
+
+def common_coordinates(tracked: Tracked) -> DataCoordinates | None:
+    """Return the data coordinates of all tracked loaders; None if each rank has batches of its own. Raises UsageError
+    where one loader's batches belong to other ranks than another's."""
+    found = {name: one.coordinates for name, one in tracked.others().items() if isinstance(one, RankAssignment)}
+    kinds = list(dict.fromkeys(found.values()))
+    if len(kinds) > 1:
+        one, other = (next(name for name, own in found.items() if own == kind) for kind in kinds[:2])
+        raise UsageError(
+            f"the loaders {one!r} and {other!r} divide their batches along different dimensions: give both the same"
+            " mesh=, that of the data-parallel dimensions"
+        )
+    return kinds[0] if kinds else None
 
 
 def positions(tracked: Tracked) -> dict[str, str]:
@@ -44,6 +62,7 @@ def stream_reports(tracked: Tracked, view: int, step: int) -> Iterator[StreamRep
 #                                   hf.init(resizable=False): it does not want it
 # it says nothing                   yes, if its data comes from hf.Loader and hf.Stream alone, which share a step's
 #                                   samples out again. Any other source would go on with the lost rank's part missing
+# a loader's mesh                   no, unless the model is sharded and built again for another number (@hf.elastic)
 # each rank has state of its own    no: what a rank has for itself is of no use to another world
 #
 # The same holds for another number of workers that go on from a snapshot or a checkpoint: the n-th batch of a source
@@ -57,6 +76,10 @@ UNUSED_SOURCE = (
     "the first update used no hf.Loader or hf.Stream, so that a lost rank's samples are not shared out: draw them with"
     " step.batches, or say hf.init(resizable=True) if the script splits its data by job.rank and job.world_size in"
     " every step"
+)
+MADE_FOR_ITS_MESH = (
+    "a loader's mesh is made for this number of ranks: another takes a sharded model that is built again, in a function"
+    " with @hf.elastic"
 )
 
 
@@ -112,6 +135,8 @@ class Sizing:
                     " has no use for it; leave out one of the two"
                 )
             return f"each rank has state of its own ({names})"
+        if common_coordinates(tracked) and not (elastic.is_inside() and is_sharded(tracked.modules().values())):
+            return MADE_FOR_ITS_MESH
         if self._choice is not None:
             return "" if self._choice else "the script says hf.init(resizable=False)"
         return self._why_undivided(tracked)

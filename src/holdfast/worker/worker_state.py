@@ -277,7 +277,8 @@ class WorkerState:
     @property
     def built_for(self) -> tuple[int, int] | None:
         """The rank and the size of the world that the objects are made for; None: they do for any."""
-        return (dist.get_rank(), dist.get_world_size()) if self._is_cut else None
+        is_laid_out = self._is_cut or tracked_loaders.common_coordinates(self._tracked) is not None
+        return (dist.get_rank(), dist.get_world_size()) if is_laid_out else None
 
     @property
     def runs_on_device(self) -> bool:

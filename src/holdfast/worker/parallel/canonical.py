@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.nn import SyncBatchNorm
 
 from holdfast.data.batch_source import Weight
+from holdfast.data.data_coordinates import DataCoordinates
 from holdfast.data.randomness import set_generators, slot_key
 from holdfast.data.slots import slots_of
 from holdfast.errors import UsageError
@@ -107,6 +108,16 @@ class CanonicalReduction:
             raise UsageError("one loop over step.batches is not over: take one loader's batches after the other's")
         if not getattr(data, "has_slots", False):
             raise UsageError("reduction='canonical' adds gradients by slot: use an hf.Loader with slots=…")
+
+    def check_coordinates(self, coordinates: DataCoordinates | None) -> None:
+        """Raise UsageError for data that several ranks are given alike: their gradients would count several times."""
+        if coordinates is not None and not coordinates.are_ranks:
+            ranks = len(coordinates.by_rank)
+            raise UsageError(
+                "reduction='canonical' adds gradients of batches that each rank has for itself, in the order of ranks,"
+                f" and the loader's mesh has {coordinates.count} data coordinates for {ranks} ranks: use"
+                " reduction='average', or leave out mesh= if every rank has all of the model"
+            )
 
     def _check_world(self, data: Any) -> None:
         if (data.rank, data.world_size) != (dist.get_rank(), dist.get_world_size()):

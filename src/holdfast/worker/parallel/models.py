@@ -22,6 +22,8 @@ def prepare_models(modules: Iterable[torch.nn.Module]) -> None:
     """Make a newcomer's model communicate exactly as a veteran's; once, before the first step."""
     for wrapper in data_parallels(modules):
         ddp.pin_buckets(wrapper)
+    for parameter in (one for module in modules for one in module.parameters() if isinstance(one, DTensor)):
+        torch_compat.begin_dtensor_random(parameter.device_mesh)
 
 
 def reset_models(modules: Iterable[torch.nn.Module]) -> None:
