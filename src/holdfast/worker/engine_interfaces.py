@@ -55,7 +55,8 @@ class EngineState(Protocol):
     """The tracked objects and their protection, as the engine uses them. `WorkerState` is one, and says what each
     method does."""
 
-    shard_map: ShardMap
+    @property
+    def shard_map(self) -> ShardMap: ...
 
     @property
     def transaction(self) -> StepTransaction | None: ...

@@ -206,7 +206,7 @@ class Job:
         """Know how the script cuts its model. An elastic function declares it each time it is entered."""
         if self._is_declared:
             raise ScriptError("hf.init(mesh=…) comes before job.track, which needs to know how the model is cut")
-        self._state.declare(declared)
+        self._state.sharding.declared = declared
 
     def track(self, *unnamed: Any, **objects: Any) -> None:
         """Name what makes up the state: models, optimizers, schedulers, scalers, loaders, anything with state_dict and
@@ -219,6 +219,7 @@ class Job:
         self._is_declared = True
         schedules = [thing for thing in objects.values() if pipelines.is_schedule(thing)]
         self._state.follow_pipelines(schedules)
+        self._engine.stage = pipelines.stage_number(schedules)
         objects = {name: thing for name, thing in objects.items() if not pipelines.is_schedule(thing)}
         for name, thing in wrappers.resolved(with_values_held(objects, self.values)).items():
             self._tracked.add(name, thing)

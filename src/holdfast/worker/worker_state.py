@@ -24,7 +24,7 @@ import torch.distributed as dist
 from holdfast.core.events import DataSource, SessionInfo
 from holdfast.core.image_info import ImageInfo
 from holdfast.core.memory_plan import copies_by_default, gib, host_memory, shortage
-from holdfast.core.shard_map import ALL_OF_IT, ShardMap, lonely_shards
+from holdfast.core.shard_map import ShardMap
 from holdfast.data.batch_source import BatchSource
 from holdfast.errors import ScriptError
 from holdfast.state.arena import Arena
@@ -45,14 +45,12 @@ from holdfast.worker.device_wait import DeviceFence, fence_of
 from holdfast.worker.device_watch import DeviceWatch
 from holdfast.worker.outside_steps import ReplicaFreshness
 from holdfast.worker.parallel import pipelines
-from holdfast.worker.parallel.holdings import DeclaredMesh, holdings_of, map_of_holdings, own_part
+from holdfast.worker.parallel.holdings import own_part
 from holdfast.worker.parallel.models import (
     align_buffers,
     check_unfrozen,
     gathering_devices,
-    is_sharded,
     reset_models,
-    shards_of,
 )
 from holdfast.worker.parameters_since_track import ParametersSinceTrack
 from holdfast.worker.replica_check import Due, ReplicaCheck
@@ -63,6 +61,7 @@ from holdfast.worker.restore.restore_source import RestorePoint, find_start
 from holdfast.worker.resume_point import RankStatus, ResumePoint
 from holdfast.worker.sample_recorder import describe
 from holdfast.worker.snapshot.taker import NO_VOTE, SnapshotTaker
+from holdfast.worker.state_sharding import StateSharding
 from holdfast.worker.tracked_loaders import Sizing
 from holdfast.worker.transaction import StepTransaction
 from holdfast.worker.undo_copy import UndoCopy
@@ -91,14 +90,7 @@ class WorkerState:
         self.sizing = sizing or Sizing()
         self.pipelines: list[Any] = []
         """The schedules of pipelines, which are no state."""
-        self._declared: DeclaredMesh | None = None
-        """How the script says that its model is cut."""
-        self.shard_map = ALL_OF_IT
-        """Which shard of the state each rank has."""
-        self._holdings = 0
-        """What the objects hold of the models, as a number (parallel/holdings.py)."""
-        self._first_ranks: tuple[int, ...] = (0,)
-        """The first rank of each node of the view."""
+        self.sharding = StateSharding()
         self._is_alone = self._has_session = False
         """Whether other ranks train already, beside whom this one was started; whether steps are repaired."""
         self._made_by = 0
@@ -129,10 +121,6 @@ class WorkerState:
 
     # --- before the first step
 
-    def declare(self, declared: DeclaredMesh) -> None:
-        """Know how the script cuts its model, before it is measured."""
-        self._declared = declared
-
     def follow_pipelines(self, schedules: list[Any]) -> None:
         """Put these pipeline schedules in order in every view."""
         self.pipelines = schedules
@@ -142,34 +130,22 @@ class WorkerState:
     def measure(self, *, is_alone: bool, expected: ShardMap | None) -> None:
         """Find out how the tracked objects are cut, once they are complete. `is_alone`: other ranks train already, and
         `expected` is how theirs are, as far as that is known."""
-        modules = self._tracked.modules()
-        local = self._tracked.local_names()
-        self._holdings = holdings_of({name: module for name, module in modules.items() if name not in local})
+        self.sharding.measure(self._tracked, is_alone=is_alone, expected=expected)
         self._is_alone = is_alone
         if is_alone:
-            # A spare has no rank to be asked for; where every rank has all of the state, none is needed.
-            self.shard_map = expected or ShardMap(shards_of(modules.values()))
-            if not self.shard_map.fits(dist.get_world_size() if self.shard_map.shards > 1 else 1):
-                self.shard_map = ShardMap(shards_of(modules.values()))  # of the world before; known when it is joined
             return
-        self.shard_map = map_of_holdings([row[0] for row in groups.gather((self._holdings,))], self._declared)
         self._tracked.owner = (dist.get_rank(), dist.get_world_size())
         self._since_track.begin(self._tracked)
 
     @property
-    def shards(self) -> int:
-        """Into how many different shards the state is cut."""
-        return self.shard_map.shards
-
-    @property
-    def _shard(self) -> int:
-        """The shard of this rank."""
-        return self.shard_map.shard_of(dist.get_rank()) if self.shards > 1 else 0
+    def shard_map(self) -> ShardMap:
+        """Which shard of the state each rank has."""
+        return self.sharding.shard_map
 
     @property
     def _is_cut(self) -> bool:
         """Whether the objects are made for one rank of one world."""
-        return self.shards > 1 or self._declared is not None or is_sharded(self._tracked.modules().values())
+        return self.sharding.is_cut(self._tracked.modules().values())
 
     def restore(self, assignment: Assignment | None) -> RestorePoint | None:
         """Load the newest state that all ranks can load, from the agents' memory or from storage; all ranks together.
@@ -226,7 +202,7 @@ class WorkerState:
             has_snapshots=self._has_snapshots,
             is_elastic=elastic.is_inside(),
         )
-        if chosen < self._replicas and self.shards > 1 and os.environ.get("RANK") == "0":
+        if chosen < self._replicas and self.shard_map.shards > 1 and os.environ.get("RANK") == "0":
             size = gib(expected_bytes(self._tracked))
             log.info(
                 "shards-not-copied",
@@ -258,7 +234,7 @@ class WorkerState:
 
     def _needs_ring(self) -> bool:
         """Return whether a sharded state is copied; a rank that is alone keeps its own copy, to be cut again."""
-        return bool(self.replicas) or (self.shards == 1 and elastic.is_inside())
+        return bool(self.replicas) or (self.shard_map.shards == 1 and elastic.is_inside())
 
     def begin_session(self, describe_run: Callable[[], tuple[dict[str, float], dict[str, str]]]) -> None:
         """Take snapshots from now on, and check what cannot be repaired."""
@@ -294,7 +270,7 @@ class WorkerState:
         the next step and of the one after, as that may turn out to be committed."""
         if self._ring is not None:
             self._carried += [
-                (self.shards, shard, copy)
+                (self.shard_map.shards, shard, copy)
                 for step in (next_step, next_step + 1)
                 for shard, copy in self._ring.copies_at(step, self.shard_map, dist.get_rank()).items()
             ]
@@ -312,13 +288,13 @@ class WorkerState:
     def add_to(self, status: RankStatus) -> RankStatus:
         """Return what this rank says of itself, with what it holds."""
         return status._replace(
-            shards=self.shards if self._is_filled else 0,
-            shard=self._shard,
+            shards=self.shard_map.shards if self._is_filled else 0,
+            shard=self.sharding.shard,
             owner_rank=self._tracked.owner[0] if self._tracked.has_local else -1,
             owner_world=self._tracked.owner[1],
             local_since=self._local.since,
             has_device_groups=int(groups.has_device_groups()),
-            holdings=self._holdings,
+            holdings=self.sharding.holdings,
         )
 
     @property
@@ -329,7 +305,9 @@ class WorkerState:
     @property
     def can_be_saved_alone(self) -> bool:
         """Return whether this rank has all of the state, and can write it to the agent's memory without others."""
-        is_complete = self._is_filled and self.shards == 1 and self._ring is None and self._snapshots is not None
+        is_complete = (
+            self._is_filled and self.shard_map.shards == 1 and self._ring is None and self._snapshots is not None
+        )
         return is_complete and not self._local.is_there  # of what other ranks have for themselves there are only copies
 
     def save_alone(self, assignment: Assignment, step: int) -> None:
@@ -340,8 +318,7 @@ class WorkerState:
     def prepare(self, resume: ResumePoint, assignment: Assignment) -> None:
         """Put models and loaders in order for a rank of a new view."""
         elastic.let_go()
-        self._first_ranks = assignment.first_ranks
-        self._adopt_holdings(resume, assignment)
+        self.sharding.adopt(resume, assignment, is_filled=self._is_filled)
         reset_models(self._tracked.modules().values())  # first: a broken pass leaves parameters in other hands
         for schedule in self.pipelines:
             pipelines.reset(schedule)
@@ -353,22 +330,6 @@ class WorkerState:
         self._tracked.owner = (assignment.rank, assignment.world_size)
         self.sizing.divided_for = self.sizing.divided_for or assignment.world_size
         self.sizing.check_size(self._tracked, assignment.world_size)
-
-    def _adopt_holdings(self, resume: ResumePoint, assignment: Assignment) -> None:
-        """Know which shard each rank of the view has. Raises ScriptError where this rank's objects are not those of the
-        rank that it replaces."""
-        size, rank = assignment.world_size, assignment.rank
-        known = assignment.shard_map if rank in resume.newcomers else self.shard_map if self._is_filled else None
-        if resume.is_start or known is None or not known.fits(size):
-            self.shard_map = map_of_holdings(resume.holdings, self._declared)
-            return
-        self.shard_map = known
-        replicas = [other for other in known.ranks_of(known.shard_of(rank), size) if other in resume.holders]
-        if rank in resume.newcomers and replicas and resume.holdings[rank] != resume.holdings[replicas[0]]:
-            raise ScriptError(
-                f"this process, which replaces rank {rank}, has built other tensors than rank {replicas[0]} has, whose"
-                " state it is to be given: build the model from the rank, the world size and the configuration alone"
-            )
 
     def fill(self, resume: ResumePoint, assignment: Assignment) -> None:
         """Give newcomers the state of the others; all members of the view together."""
@@ -388,7 +349,7 @@ class WorkerState:
         """Copy the state to other ranks, and let snapshots follow the new view; all members together."""
         self._fit_ring()
         if (ring := self._any_ring) is not None:
-            copied = self._lonely_ranks if ring is self._ring else None
+            copied = self.sharding.lonely_ranks if ring is self._ring else None
             ring.assignment(assignment.first_ranks, assignment.rank, assignment.world_size, copied)
             ring.exchange(resume.next_step)
             groups.agree((resume.next_step,))
@@ -413,7 +374,7 @@ class WorkerState:
 
     def dump(self, directory: str, step: int, seed: int, assignment: Assignment) -> None:
         """Write a checkpoint of the last committed step; all members of the view together."""
-        shards, parts = self.shards, {self._shard: self._tracked.state()}
+        shards, parts = self.shard_map.shards, {self.sharding.shard: self._tracked.state()}
         if self._ring is not None:
             copies = self._copies_at(step)
             shards = reshard_live.choose(copies, step).shards
@@ -597,20 +558,11 @@ class WorkerState:
     @property
     def replicas(self) -> int:
         """How many other ranks keep a copy of each shard that the loss of one node would take away."""
-        return self._ring_copies if self._lonely_ranks else 0
+        return self._ring_copies if self.sharding.lonely_ranks else 0
 
     @property
     def _ring_copies(self) -> int:
         return min(self._shard_copies, dist.get_world_size() - 1)
-
-    @property
-    def _lonely_ranks(self) -> frozenset[int]:
-        """The ranks whose shard is on no other node, or in no other process where there is one node."""
-        if self.shards == 1:
-            return frozenset()
-        size = dist.get_world_size()
-        lonely = lonely_shards(self.shard_map, self._first_ranks, size)
-        return frozenset(rank for rank in range(size) if self.shard_map.shard_of(rank) in lonely)
 
     def _copies_at(self, step: int) -> dict[tuple[int, int], Arena]:
         """Return the complete copies of the state before a step that are here, by number of shards and shard."""
@@ -620,7 +572,7 @@ class WorkerState:
         own = {}
         if self._ring is not None:
             own = self._ring.copies_at(step, self.shard_map, dist.get_rank())
-        return found | {(self.shards, shard): copy for shard, copy in own.items()}
+        return found | {(self.shard_map.shards, shard): copy for shard, copy in own.items()}
 
     @property
     def _any_ring(self) -> ReplicaRing | None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast import torch_compat
