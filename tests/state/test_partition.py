@@ -216,7 +216,7 @@ def test_rows_count_on_top_of_where_a_shard_lies() -> None:
 
 
 def test_an_interleaved_shard_has_a_name_of_its_own() -> None:
-    flat = flatten({"w": Sharded(torch.ones(4, 2), TensorSharding((8, 2), ("X0/2", "S0"), (), (2, 2), (0, 1)))})
+    flat = flatten({"w": Sharded(torch.ones(4, 2), TensorSharding((8, 2), ("X0/4", "S0"), (), (2, 2), (0, 1)))})
     (item,) = regions_of(flat, 1, 0)
     assert item.region.name == "w.@0-1" and item.region.full_shape == (4, 2)
 

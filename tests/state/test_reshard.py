@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,23 @@ def test_regions_are_those_of_torch_chunk(rows: int, size: int) -> None:
     for place in range(size):
         (part,) = local_region(TensorSharding((rows,), ("S0",), (), (size,), (place,)))
         assert torch.equal(whole[part], chunks[place])
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2, 3])
+@pytest.mark.parametrize("rows", [5, 12])
+def test_strided_shards_are_regions_within_those_of_tensor_parallelism(rows: int, tensor_parallel: int) -> None:
+    """FSDP2 cuts what tensor parallelism has cut, and its dimension comes first in the mesh."""
+    whole, sizes = torch.arange(rows), (2, tensor_parallel)
+    placements = (f"X0/{tensor_parallel}", "S0")
+    for dp, tp in product(range(2), range(tensor_parallel)):
+        (part,) = local_region(TensorSharding((rows,), placements, (), sizes, (dp, tp)))
+        of_tp = [*torch.chunk(whole, tensor_parallel), *[whole[:0]] * 3][tp]
+        assert torch.equal(whole[part], [*torch.chunk(of_tp, 2), *[whole[:0]] * 2][dp])
+
+
+def test_a_stride_of_something_else_is_no_region() -> None:
+    with pytest.raises(StateError, match="not regions of the full tensor"):
+        local_region(TensorSharding((8,), ("X0/4", "S0"), (), (2, 2), (0, 1)))
 
 
 def cut(tensor: torch.Tensor, size: int, place: int) -> Sharded:

@@ -4,12 +4,13 @@ A DTensor cannot be sent or written: its mesh is made of live groups. A `Sharded
 the same mesh (`into`), or joined with the others' into the full tensor (reshard.py).
 
 A placement is a string: `R` replicated, `S0` sharded along dimension 0, `X0/2` the strided shard of tensor plus data
-parallelism. A region of the full tensor follows from them by DTensor's rule: chunks of ceil(n / size), so that the last
-ranks may have less, or nothing.
+parallelism, which cuts what `S0` of a later dimension of the mesh has cut. A region of the full tensor follows from
+them by DTensor's rule: chunks of ceil(n / size), so that the last ranks may have less, or nothing.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,18 +108,28 @@ def mismatch(saved: TensorSharding, live: TensorSharding) -> str:
 
 
 def local_region(layout: TensorSharding) -> tuple[slice, ...]:
-    """Return where in the full tensor the local tensor lies."""
+    """Return where in the full tensor the local tensor lies. StateError for an interleaved one, which is no region."""
     bounds = [(0, size) for size in layout.shape]
-    for placement, mesh_size, place in zip(layout.placements, layout.mesh_sizes, layout.coordinate, strict=True):
-        if placement == "R":
-            continue
-        if not placement.startswith("S"):
-            raise StateError(f"is sharded as {placement}, a strided shard: resharding it is not possible yet")
-        dimension = int(placement[1:])
-        start, stop = bounds[dimension]
-        chunk = -(-(stop - start) // mesh_size)
-        bounds[dimension] = (min(start + place * chunk, stop), min(start + (place + 1) * chunk, stop))
+    cuts = list(zip(layout.placements, layout.mesh_sizes, layout.coordinate, strict=True))
+    plain = [(int(placement[1:]), size, at) for placement, size, at in cuts if placement.startswith("S")]
+    for dimension, size, at in plain:
+        bounds[dimension] = _chunk(bounds[dimension], size, at)
+    for placement, size, at in cuts:
+        if placement.startswith("X"):
+            # Data parallelism has cut what tensor parallelism had cut before, though its dimension of the mesh comes
+            # first: within the other's region, this one's is a region too.
+            dimension, split_factor = map(int, placement[1:].split("/"))
+            if split_factor != math.prod(size for other, size, _ in plain if other == dimension):
+                raise StateError(f"is sharded as {layout.placements}, whose shards are not regions of the full tensor")
+            bounds[dimension] = _chunk(bounds[dimension], size, at)
     return tuple(slice(start, stop) for start, stop in bounds)
+
+
+def _chunk(bounds: tuple[int, int], count: int, at: int) -> tuple[int, int]:
+    """Return one of so many chunks, by DTensor's rule."""
+    start, stop = bounds
+    size = -(-(stop - start) // count)
+    return min(start + at * size, stop), min(start + (at + 1) * size, stop)
 
 
 def place_of(layout: TensorSharding | None, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:

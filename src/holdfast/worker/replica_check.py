@@ -44,6 +44,9 @@ STEPS_MIN = 2
 BITS = 62
 """Of a digest: it travels as a signed number of 64 bits."""
 
+PATH_BYTES_MAX = 200
+"""Of the name of a tensor in a refusal."""
+
 COMMITS_AFTER_JOIN = 2
 """In which commit of a view that some have joined ranks compare: an update made together lies before it in any case,
 and the first one is what a recovery waits for."""
@@ -126,16 +129,18 @@ class ReplicaCheck:
         )
 
     def _tensor(self, flat: FlatTree, pair: tuple[int, int], gather: Gather) -> str:
-        """Return the path of the first tensor in which two ranks differ. Only they need to know it; all take part."""
+        """Return the path of the first tensor in which two ranks differ, as they name it: others may have another shard,
+        and other tensors."""
         longest = max(length for (length,) in gather([len(flat.tensors)]))  # ranks with other shards have other tensors
         sums = [checksum([tensor]) for tensor in flat.tensors]
         rows = gather([*sums, *[0] * (longest - len(sums))])
         first, second = (rows[rank] for rank in pair)
-        differing = next((index for index in range(len(sums)) if first[index] != second[index]), -1)
-        if differing < 0:
-            return "a tensor of another shard than this rank's"
+        differing = next(index for index in range(longest) if first[index] != second[index])
         assert flat.specs is not None  # what flatten() made has them
-        return dotted(flat.specs[differing].path[1:])
+        path = dotted(flat.specs[differing].path[1:]) if differing < len(sums) else ""
+        shown = path.encode()[:PATH_BYTES_MAX]
+        said = gather([*shown, *[0] * (PATH_BYTES_MAX - len(shown))])[pair[0]]
+        return bytes(said).rstrip(b"\0").decode(errors="replace")
 
 
 def branches_of(tracked: Tracked) -> dict[str, Any]:
