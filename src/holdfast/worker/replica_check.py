@@ -129,9 +129,9 @@ class ReplicaCheck:
         )
 
     def _tensor(self, flat: FlatTree, pair: tuple[int, int], gather: Gather) -> str:
-        """Return the path of the first tensor in which two ranks differ, as they name it: others may have another shard,
-        and other tensors."""
-        longest = max(length for (length,) in gather([len(flat.tensors)]))  # ranks with other shards have other tensors
+        """Return the path of the first tensor in which two ranks differ, as they name it: other shards have other
+        tensors."""
+        longest = max(length for (length,) in gather([len(flat.tensors)]))
         sums = [checksum([tensor]) for tensor in flat.tensors]
         rows = gather([*sums, *[0] * (longest - len(sums))])
         first, second = (rows[rank] for rank in pair)

@@ -23,7 +23,7 @@ MICRO_BATCHES = 4
 
 def loader(mesh: DeviceMesh) -> hf.Loader:
     """Batches that belong to the coordinates of a mesh."""
-    return hf.Loader(Samples(), global_batch_size=2 * GLOBAL_BATCH, seed=3, mesh=mesh)
+    return hf.Loader(Samples(256), global_batch_size=2 * GLOBAL_BATCH, seed=3, mesh=mesh)  # no step is short
 
 
 def mesh_of(**sizes: int) -> DeviceMesh:
