@@ -270,7 +270,8 @@ class Bench:
         }
         if self.training.state is not None:
             return flags | self.training.state()
-        return flags | {name: thing.state_dict() for name, thing in {**tracked, **self.training.local}.items()}
+        named = {**tracked, **self.training.local}
+        return flags | {name: thing.state_dict() for name, thing in named.items() if hasattr(thing, "state_dict")}
 
     def _cross_entropy(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return cross_entropy(self.training.model(x), y)
