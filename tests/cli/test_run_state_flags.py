@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pwd
 import re
 import shlex
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from holdfast.cli.capabilities import capabilities, check_checkpoint_dir, checkpoint_dir, snapshot_settings
 from holdfast.cli.run_flags import RunOptions, parse_run
 from holdfast.errors import UsageError
+from holdfast.storage.stores import open_store
 from holdfast.wire.worker_messages import SnapshotSettings
 
 
@@ -103,6 +106,26 @@ def test_urls_stay_what_they_are_and_are_not_looked_for_on_this_machine() -> Non
     check_checkpoint_dir(options, url)
     assert "dump (to s3://bucket/team_7/all)" in capabilities(options, url)
     assert checkpoint_dir(parsed("--checkpoint-dir file:///shared/runs"), "x") == "/shared/runs"
+
+
+@pytest.mark.parametrize("name", ["file://localhost{}/a%20b/x", "{}/a%20b"])
+def test_a_directory_is_the_one_that_other_commands_find_under_its_name(tmp_path: Path, name: str) -> None:
+    url = name.format(tmp_path)
+    assert Path(checkpoint_dir(parsed(f"--checkpoint-dir '{url}'"), "")) == open_store(url).local
+
+
+def test_a_url_of_another_machines_directory_is_refused() -> None:
+    with pytest.raises(UsageError, match="does not name a directory of this machine"):
+        checkpoint_dir(parsed("--checkpoint-dir file://elsewhere/runs"), "x")
+
+
+@pytest.mark.parametrize("flag", ["state-dir", "checkpoint-dir", "snapshot-dir", "token-file"])
+def test_homes_of_users(flag: str) -> None:
+    field = flag.replace("-", "_")
+    root = pwd.getpwnam("root").pw_dir
+    assert getattr(parsed(f"--{flag}=~root/runs"), field) == f"{root}/runs"
+    with pytest.raises(UsageError, match=f"--{flag} ~nouser-of-that-name/runs: no home directory is known"):
+        parsed(f"--{flag}=~nouser-of-that-name/runs")
 
 
 @pytest.mark.parametrize(

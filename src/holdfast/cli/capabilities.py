@@ -10,7 +10,7 @@ from holdfast.cli.run_flags import RunOptions
 from holdfast.core.strategies import LADDER, Strategy
 from holdfast.core.wording import counted
 from holdfast.errors import UsageError
-from holdfast.storage.stores import check_url, is_remote
+from holdfast.storage.stores import check_url, is_remote, local_directory
 from holdfast.wire.worker_messages import SnapshotSettings
 
 JOB_ID_PLACEHOLDER = "{job_id}"
@@ -20,7 +20,7 @@ JOB_ID_PLACEHOLDER = "{job_id}"
 def checkpoint_dir(options: RunOptions, job_id: str) -> str:
     """Return an absolute path or a URL. While the job's id is unknown, its placeholder stays; the agent replaces it."""
     chosen = options.checkpoint_dir or str(Path(options.state_dir) / "jobs" / JOB_ID_PLACEHOLDER / "checkpoints")
-    path = chosen if is_remote(chosen) else str(Path(chosen.removeprefix("file://")).absolute())
+    path = chosen if is_remote(chosen) else str(local_directory(chosen))
     return path.replace(JOB_ID_PLACEHOLDER, job_id.replace("/", "_")) if job_id else path
 
 

@@ -370,16 +370,18 @@ def _resolvable(name: str) -> str:
 
 
 def home_expanded(text: str, environ: Mapping[str, str]) -> str:
-    """Replace a leading ~, which a shell leaves alone in `--state-dir=~/runs`."""
+    """Replace a leading ~ or ~user, which a shell leaves alone in `--state-dir=~/runs`."""
     if "\0" in text:
         raise ArgumentTypeError("a path has no zero bytes")
-    if text != "~" and not text.startswith("~/"):
+    if not text.startswith("~"):
         return text
+    user, slash, rest = text[1:].partition("/")
     try:
-        home = environ.get("HOME") or pwd.getpwuid(os.getuid()).pw_dir
+        home = pwd.getpwnam(user).pw_dir if user else environ.get("HOME") or pwd.getpwuid(os.getuid()).pw_dir
     except KeyError:  # containers often run as a user that no password file knows
-        raise ArgumentTypeError("this user has no home directory, give an absolute path") from None
-    return home + text[1:]
+        text = "no home directory is known for that user" if user else "this user has no home directory"
+        raise ArgumentTypeError(f"{text}, give an absolute path") from None
+    return home + slash + rest
 
 
 def _loopback_named(name: str) -> str:

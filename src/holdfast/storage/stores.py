@@ -76,7 +76,7 @@ def open_store(url: str, retry_for_s: float = RETRY_FOR_S) -> Store:
     if scheme in ("", "file"):
         from holdfast.storage.directory import DirectoryStore
 
-        return DirectoryStore(_directory(url))
+        return DirectoryStore(local_directory(url))
     if scheme in OBJECT_SCHEMES:
         from holdfast.storage.object_store import ObjectStore
 
@@ -110,7 +110,8 @@ def _scheme(url: str) -> str:
     return match[1].lower() if match else ""
 
 
-def _directory(url: str) -> Path:
+def local_directory(url: str) -> Path:
+    """Return the directory that a path or a file:// URL means; raise UsageError if it means none of this machine."""
     if not url:
         raise UsageError("checkpoints need a place: give a directory or a URL like s3://bucket/run")
     if not _scheme(url):
