@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -53,6 +54,11 @@ def _instead(name: str, make: Callable[[Path], object]) -> Callable[[Path], obje
     return replace
 
 
+def _socket(path: Path) -> None:
+    """Make what cannot even be opened."""
+    os.mknod(path, stat.S_IFSOCK | 0o600)
+
+
 @pytest.fixture
 def deep_root(tmp_path: Path) -> Iterator[Path]:
     """A directory whose depth Python's own removal does not survive."""
@@ -84,6 +90,7 @@ HARM: dict[str, Callable[[Path], object]] = {
     "no shards": _about(shards=0),
     "a view of 2^80": _about(view=2**80),
     "the manifest is a pipe": _instead("manifest.json", os.mkfifo),
+    "the manifest is a socket": _instead("manifest.json", _socket),
     "the manifest is a directory": _instead("manifest.json", Path.mkdir),
     "the manifest is a link to a device": _instead("manifest.json", lambda path: path.symlink_to("/dev/zero")),
     "the manifest is a link to another": _instead(
@@ -91,6 +98,7 @@ HARM: dict[str, Callable[[Path], object]] = {
     ),
     "the manifest is a link to itself": _instead("manifest.json", lambda path: path.symlink_to("manifest.json")),
     "a part is a pipe": _instead("part-0.safetensors", os.mkfifo),
+    "a part is a socket": _instead("part-0.safetensors", _socket),
     "a part is a link": _instead("part-0.safetensors", lambda path: path.symlink_to("/dev/zero")),
     "a manifest of 2^40 bytes": lambda folder: os.truncate(folder / "manifest.json", 2**40),
     "a manifest of 120 MiB": lambda folder: (folder / "manifest.json").write_bytes(b'["' + b"a" * 120 * 2**20 + b'"]'),
@@ -127,6 +135,7 @@ OTHERS: dict[str, Callable[[Path, Path], object]] = {
     "a link to nothing": lambda name, elsewhere: name.symlink_to(elsewhere / "nothing"),
     "a file": lambda name, elsewhere: name.write_text("step 5"),
     "a pipe": lambda name, elsewhere: os.mkfifo(name),
+    "a socket": lambda name, elsewhere: _socket(name),
 }
 
 
@@ -271,6 +280,7 @@ LOCKS: dict[str, Callable[[Path, Path], object]] = {
     "a link": lambda lock, precious: lock.symlink_to(precious),
     "a link to nothing": lambda lock, precious: lock.symlink_to(precious.with_name("new")),
     "a pipe": lambda lock, precious: os.mkfifo(lock),
+    "a socket": lambda lock, precious: _socket(lock),
 }
 
 

@@ -17,6 +17,7 @@ from holdfast.errors import UsageError
 LOCKS_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
 OWNER_BYTES_MAX = 4_096
 LOOK_AGAIN_S = 0.02
+NOT_REGULAR = "it is not a regular file"
 ONCE_BYTES_MAX = 2**20
 """Of a file that is created once: a token, a name."""
 
@@ -136,19 +137,29 @@ def open_plain(path: Path | str, flags: int, mode: int = 0o600) -> int:
     """Return a descriptor of a regular file, which is made if the flags say so. A link under its name is not followed,
     a pipe or a device is not waited for: both are OSErrors."""
     always = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-    return _regular(os.open(path, flags | always, mode), path)
+    return _regular(_open(path, flags | always, mode), path)
 
 
 def read_small(path: Path | str, bytes_max: int) -> bytes:
     """Return the content of a small file that a user has named, behind links, too. A pipe or a device, which may never
     end, and a file of more bytes than that are an OSError, at once."""
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-    descriptor = _regular(os.open(path, flags), path)
+    descriptor = _regular(_open(path, flags), path)
     with os.fdopen(descriptor, "rb") as file:
         content = file.read(bytes_max + 1)
     if len(content) > bytes_max:
         raise OSError(errno.EFBIG, f"it has more than {bytes_max} bytes", str(path))
     return content
+
+
+def _open(path: Path | str, flags: int, mode: int = 0o600, folder: int | None = None) -> int:
+    """Open a name. One of a socket, or of a device that is not there, is no regular file's."""
+    try:
+        return os.open(path, flags, mode, dir_fd=folder)
+    except OSError as error:
+        if error.errno in (errno.ENXIO, errno.ENODEV):
+            raise OSError(errno.EINVAL, NOT_REGULAR, str(path)) from None
+        raise
 
 
 def _regular(descriptor: int, path: Path | str) -> int:
@@ -159,12 +170,12 @@ def _regular(descriptor: int, path: Path | str) -> int:
     os.close(descriptor)
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    raise OSError(errno.EINVAL, NOT_REGULAR, str(path))
 
 
 def _open_name(name: str, flags: int, folder: int) -> int:
     try:
-        return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        return _open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, folder=folder)
     except OSError as error:
         is_link = error.errno in (errno.ELOOP, errno.ENOTDIR) and stat.S_ISLNK(os.lstat(name, dir_fd=folder).st_mode)
         if not is_link:
