@@ -31,8 +31,13 @@ INTERRUPTED = StepInterrupted(node_id="b", incarnation="b.1", view=3, step_error
 class Clock:
     def __init__(self) -> None:
         self.now = 1_000.0
+        self.set_s = 0.0
+        """By how much the machine's time of day was set."""
 
     def time(self) -> float:
+        return self.now + self.set_s
+
+    def monotonic(self) -> float:
         return self.now
 
 
@@ -69,6 +74,20 @@ def test_a_decision_is_waited_for_from_the_moment_it_is_needed(tmp_path: Path, c
         (status,) = read_statuses(tmp_path, "jo")
         assert status.ended and status.needs_decision and status.view == 3
         assert "  ended: the last checkpoint is /checkpoints/step-40" in list(local_lines([status]))
+
+    asyncio.run(scenario())
+
+
+def test_a_clock_that_is_set_is_no_time_that_has_passed(tmp_path: Path, clock: Clock) -> None:
+    async def scenario() -> None:
+        absence = MasterAbsence(str(tmp_path), "b", 120.0, lambda: FACTS)
+        found = []
+        for second in range(123):
+            clock.now += 1.0
+            clock.set_s = (0.0, 3_600.0, -3_600.0)[second % 3]
+            found.append(absence.look(5.0, [INTERRUPTED]))
+        assert found == [False] * 121 + [True] * 2
+        await absence.end("")
 
     asyncio.run(scenario())
 

@@ -58,7 +58,8 @@ class MasterAbsence:
 
     def __init__(self, state_dir: str, node_id: str, decision_wait_s: float, facts: Callable[[], LocalFacts]) -> None:
         self._state_dir, self._node_id, self._wait_s, self._facts = state_dir, node_id, decision_wait_s, facts
-        self._away_since = self._undecided_since = 0.0
+        self._away_since = self._undecided_since = 0.0  # by the time of day, for the status only
+        self._waits_from: float | None = None
         self._written: NodeStatus | None = None
         self._writing: asyncio.Task[None] | None = None
         self.needs_decision = ""
@@ -67,12 +68,15 @@ class MasterAbsence:
     def look(self, away_s: float, unanswered: Sequence[Event]) -> bool:
         """Record for how long the master has been away (0: it is not), and the events that it has not acknowledged;
         return whether a decision has been waited for long enough."""
-        now = time.time()
+        now, awake = time.time(), time.monotonic()
         self._away_since = (self._away_since or now - away_s) if away_s else 0.0
         self.needs_decision = undecided(unanswered) if away_s else ""
-        self._undecided_since = (self._undecided_since or now) if self.needs_decision else 0.0
+        if not self.needs_decision:
+            self._undecided_since, self._waits_from = 0.0, None
+        elif self._waits_from is None:
+            self._undecided_since, self._waits_from = now, awake
         self._write("")
-        return bool(self.needs_decision) and now - self._undecided_since > self._wait_s
+        return self._waits_from is not None and awake - self._waits_from > self._wait_s
 
     async def end(self, why: str) -> None:
         """Record how the node ended without its master; the file stays."""
