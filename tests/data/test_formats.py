@@ -6,11 +6,13 @@ import importlib.util
 import io
 import json
 import tarfile
+import tracemalloc
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
+from holdfast.data import formats
 from holdfast.data.formats import Shard, format_of, opener, shards_of
 from holdfast.errors import UsageError
 
@@ -94,6 +96,32 @@ def test_a_size_that_a_tar_claims_is_not_believed(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(pack(info.tobuf() + bytes(2_048)))
         with pytest.raises((ValueError, tarfile.ReadError), match=r"claims 68,719,476,736 bytes|unexpected end"):
             list(opener("tar")(whole(tmp_path / name), 0))
+
+
+def test_many_members_of_one_record_are_bounded_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is small enough, but packed zeros are nothing."""
+    monkeypatch.setattr(formats, "MEMBER_BYTES_MAX", 1_000)
+    path = write_tar(tmp_path / "a.tgz", {f"{n // 2}.{n}": bytes(500) for n in range(4)}, "w:gz")
+    assert len(list(opener("tar")(whole(path), 0))) == 2
+    path = write_tar(tmp_path / "b.tgz", {f"0.{n}": bytes(500) for n in range(3)}, "w:gz")
+    with pytest.raises(ValueError, match=r"record 0 has 1,500 bytes with 0\.2; 1,000 are allowed"):
+        list(opener("tar")(whole(path), 0))
+
+
+def test_a_range_inside_a_line_without_end_reads_no_more_than_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(formats, "LINE_BYTES_MAX", 2**16)
+    path = tmp_path / "a.txt"
+    path.write_bytes(bytes(2**24) + b"\nlast\n")
+    size = path.stat().st_size
+    tracemalloc.start()
+    try:
+        assert list(opener("text")(Shard(str(path), 10, 100, size), 0)) == []
+        assert list(opener("text")(Shard(str(path), 10, size, size), 0)) == ["last"]
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("kind", [tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.XGLTYPE])

@@ -31,7 +31,8 @@ from holdfast.errors import UsageError
 LINE_BYTES_MAX = 2**28
 """A longer line is no record but another kind of file."""
 MEMBER_BYTES_MAX = 2**31
-"""A larger member of a tar is no record: its size is believed before its bytes are read."""
+"""A larger member of a tar is no record: its size is believed before its bytes are read. In a packed tar, where a few
+bytes unpack to gigabytes, all members of a record together."""
 TAR_HEADER_BYTES_MAX = 2**20
 """Of what a tar says of a member before it, its long name for instance: it is read into memory at once."""
 TAR_HEADERS = frozenset(
@@ -127,7 +128,7 @@ def _lines(shard: Shard, first: int) -> Iterator[bytes]:
         _check_size(file, shard)
         if shard.begin:
             file.seek(shard.begin - 1)
-            file.readline()  # the line that began before; nothing but its end, if one begins right here
+            _skip_line(file, shard.end)  # the one that began before; nothing but its end, if one begins right here
         yield from itertools.islice(_each_line(file, shard.end), first, None)
 
 
@@ -141,6 +142,14 @@ def _each_line(file: IO[bytes], end: int | None) -> Iterator[bytes]:
             raise ValueError(f"a line of more than {LINE_BYTES_MAX:,} bytes")
         position += len(line)
         yield line.rstrip(b"\r\n")
+
+
+def _skip_line(file: IO[bytes], end: int) -> None:
+    """Go behind the end of a line, or behind `end`, where nothing is wanted any more."""
+    while file.tell() < end:
+        part = file.readline(LINE_BYTES_MAX)
+        if not part or part.endswith(b"\n"):
+            return
 
 
 def _unpack(path: str) -> Callable[..., Any] | None:
@@ -164,15 +173,19 @@ def read_tar(shard: Shard, first: int) -> Iterator[dict[str, Any]]:
         with tarfile.open(fileobj=file, mode="r:*", tarinfo=_BoundedTarInfo) as archive:
             is_packed = archive.fileobj is not file
             limit = MEMBER_BYTES_MAX if is_packed else min(MEMBER_BYTES_MAX, shard.size_bytes)
-            number, key = -1, ""
+            number, key, total = -1, "", 0
             record: dict[str, Any] = {}
             for member in _members(archive):
                 found, field = _key_of(member.name)
                 if number < 0 or found != key:
                     if number >= first:
                         yield record
-                    number, key, record = number + 1, found, {"__key__": found}
+                    number, key, record, total = number + 1, found, {"__key__": found}, 0
                 if number >= first:
+                    total += member.size
+                    if is_packed and member.size <= limit < total:
+                        text = f"record {key:.200} has {total:,} bytes with {member.name:.200}"
+                        raise ValueError(f"{text}; {limit:,} are allowed")
                     record[field] = _content(archive, member, limit)
             if number >= first:
                 yield record
