@@ -38,6 +38,17 @@ def test_a_stopped_master_is_replaced_and_no_worker_notices(tmp_path: Path) -> N
     assert agent.wait() == 0
 
 
+def test_a_master_that_is_stopped_before_it_listens_is_started_again(tmp_path: Path) -> None:
+    job = Place(tmp_path)
+    agent = job.start("--standalone", *SPAWN, STEPS)
+    pid = wait_for(agent.master_pid)
+    os.kill(pid, signal.SIGSTOP)
+    wait_until_gone(pid)
+    job.wait_for_steps(*job.journal.wait_for_workers(1).values())
+    job.finish()
+    assert agent.wait() == 0
+
+
 def test_a_stopped_fork_server_is_replaced_when_it_is_needed(tmp_path: Path) -> None:
     fails_while_stopped(Place(tmp_path), "fork server", *SPAWN, STEPS)
 

@@ -25,6 +25,8 @@ from holdfast.util.processes import module_command, process_state, processor_tim
 RAN_LONG_S = 2.0
 PAUSE_FIRST_S = 0.1
 PAUSE_MAX_S = 5.0
+START_ATTEMPTS_MAX = 3
+"""For a master that is killed before it listens, as by its agent when it is stopped. One that exits has said why."""
 START_LIMIT_S = 600.0
 """How long a master may take to listen: it replays its journal before."""
 ANSWER_LIMIT_S = 15.0
@@ -57,6 +59,11 @@ class MasterSupervisor:
         """Start the master for the first time. `owned` stays false if the port is taken: then another agent of this
         machine has the master, or an earlier incarnation of this agent left it running."""
         code = await self._launch(resume=False)
+        for _ in range(START_ATTEMPTS_MAX - 1):
+            if code is None or code >= 0:
+                break
+            log.warning("master-ended", f"the master ended before it listened ({_ended(code)}): starting it again")
+            code = await self._launch(resume=False)
         if code is None:
             self.owned = True
         elif code == exit_codes.ADDRESS_TAKEN and not self._plan.required:
