@@ -122,4 +122,4 @@ def local_directory(url: str) -> Path:
         raise UsageError(f"{url!r:.80} is not a URL: {error}") from None
     if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
         raise UsageError(f"{url} does not name a directory of this machine: file:///absolute/path does")
-    return Path(unquote(parts.path))
+    return expand_home(unquote(parts.path))
