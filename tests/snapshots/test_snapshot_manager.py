@@ -193,3 +193,31 @@ def test_the_master_hears_how_snapshots_are_made(tmp_path: Path) -> None:
         await manager.close()
 
     asyncio.run(asyncio.wait_for(say(), 60.0))
+
+
+@pytest.mark.parametrize("is_success", [True, False])
+def test_an_agent_that_waits_for_storage_at_the_end_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_success: bool
+) -> None:
+    """Nothing ends a process that writes to a disk that does not answer, and its workers are gone."""
+    monkeypatch.setattr(snapshot_manager, "WAIT_TOLD_EVERY_S", 0.01)
+    caplog.set_level("INFO", logger="holdfast")
+
+    def told() -> list[str]:
+        return [record.getMessage() for record in caplog.records if vars(record)["holdfast_event"] == "storage-slow"]
+
+    async def wait_for_storage(*_: object) -> None:
+        while len(told()) < 2:
+            await asyncio.sleep(0)
+
+    async def end() -> None:
+        manager = manager_in(tmp_path)
+        monkeypatch.setattr(manager.uploader, "drain" if is_success else "rescue", wait_for_storage)
+        await manager.finish(is_success=is_success, is_alone=True)
+        before = len(told())
+        await asyncio.sleep(0.05)
+        assert len(told()) == before
+        await manager.close()
+
+    asyncio.run(asyncio.wait_for(end(), 60.0))
+    assert str(tmp_path / "checkpoints") in told()[0]

@@ -34,6 +34,8 @@ from holdfast.wire.worker_messages import BuffersReady, CheckpointNotice, ImageL
 
 COPIES_PATIENCE_S = 30.0
 """How long a snapshot waits for other nodes to have it before the next ones are taken without."""
+WAIT_TOLD_EVERY_S = 10.0
+"""How often an agent whose job is over says that it waits for storage."""
 NO_VERSION = (-1, -1)
 REPORT_EVERY_S = 1.0
 """How soon the master is told of a new snapshot. When a worker ends it is told at once."""
@@ -99,6 +101,7 @@ class SnapshotManager:
         self._tasks = TaskSet()
         self._rebuilding = asyncio.Lock()
         self._has_removed_orphans = False
+        self._checkpoint_url = ""
         self._is_preserved = False
         """Whether the images in memory, other nodes' too, are to survive this agent."""
 
@@ -109,6 +112,7 @@ class SnapshotManager:
         if self._config.snapshot_dir and not self._has_removed_orphans:
             self._has_removed_orphans = True
             remove_orphans(Path(self._config.snapshot_dir))  # not before: ours may be what an earlier agent has left
+        self._checkpoint_url = checkpoint_url
         self.uploader.open(job_id, checkpoint_url, run)
 
     def replicate(self) -> Replication:
@@ -252,10 +256,14 @@ class SnapshotManager:
         """Finish the uploads of a job that is over, without its workers. Return where its last state is; empty if there
         is none."""
         self.checksummer.close()
-        if is_success:
-            await self.uploader.drain()
-        elif self.snapshot_store.is_open:
-            await self.uploader.rescue(is_alone, self._rebuilt_replicas)
+        reminder = self._tasks.start(self._tell_of_the_wait())
+        try:
+            if is_success:
+                await self.uploader.drain()
+            elif self.snapshot_store.is_open:
+                await self.uploader.rescue(is_alone, self._rebuilt_replicas)
+        finally:
+            reminder.cancel()
         found = self.uploader.newest
         if self.uploader.lost < 0:
             self.snapshot_store.remove()
@@ -268,6 +276,14 @@ class SnapshotManager:
                 f" {self.snapshot_store.directory}. {RESUME if self._config.is_resumable else COPY}",
             )
         return found.url if found is not None else ""
+
+    async def _tell_of_the_wait(self) -> None:
+        """Say now and then that storage is waited for. What writes to a disk that does not answer cannot be ended."""
+        began_at = time.monotonic()
+        while True:
+            await asyncio.sleep(WAIT_TOLD_EVERY_S)
+            text = f"the last checkpoint is still being written after {time.monotonic() - began_at:.0f} s"
+            log.warning("storage-slow", f"{text}: {self._checkpoint_url} is slow, or does not answer; waiting for it")
 
     async def _rebuilt_replicas(self) -> Sequence[SlotImage]:
         """Return other nodes' images that are here, with what can be rebuilt of lost nodes."""
