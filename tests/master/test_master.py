@@ -335,6 +335,26 @@ def test_a_stopped_agent_is_lost_if_the_job_can_go_on_without_it() -> None:
     run(scenario)
 
 
+def test_stopped_agents_are_waited_for_if_the_job_cannot_go_on_without_any_of_them() -> None:
+    """As when the master has a machine's only processes that were not suspended."""
+
+    async def scenario() -> None:
+        async with world(Settings(nodes_min=1, nodes_max=2, restarts_max=3)) as place:
+            first, second = place.agent("a"), place.agent("b")
+            await place.until(lambda: orders(first, Serve) and orders(second, Serve))
+            place.stopped |= {"a", "b"}
+            await asyncio.sleep(3.5 * SETTINGS.silence_timeout_s)
+            assert not place.journal.of(NodeLost)
+            place.stopped.clear()
+            for _ in range(30):
+                for agent in (first, second):
+                    agent.beat()
+                await asyncio.sleep(TWO.heartbeat_interval_s)
+            assert not place.journal.of(NodeLost)
+
+    run(scenario)
+
+
 @pytest.mark.parametrize(
     "message",
     [

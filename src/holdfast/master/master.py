@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Protocol
 
 from msgspec.structs import replace
@@ -96,7 +97,7 @@ InboxItem = tuple[AgentConnectionState, EventReport | OperatorRequest | None]
 
 def is_stopped_here(agent: e.NodeInfo) -> bool:
     """Return whether an agent's process is one of this machine and was stopped by a signal, or waits for a disk."""
-    is_here = (agent.machine_id, agent.boot_id) == (machine_id(), boot_id())
+    is_here = agent.boot_id == boot_id() and agent.machine_id == machine_id()
     return is_here and agent.pid > 0 and process_state(agent.pid) in (STOPPED, DISK_WAIT)
 
 
@@ -358,21 +359,21 @@ class Master:
         waits for a disk, and without its node there is no job. Its workers train on; to declare it lost would restart
         them. When it goes on it has as long as any other to be heard."""
         node = self._job.nodes.get(agent.node_id)
-        if node is None or self._is_dispensable(agent.node_id):
+        is_stopped = node is not None and self._is_stopped(node.info)
+        if node is None or not (is_stopped or agent.was_stopped) or self._is_dispensable(agent.node_id):
             return False
-        is_stopped = self._is_stopped(node.info)
         if is_stopped and not agent.was_stopped:
             text = f"the agent of {agent.node_id} (process {node.info.pid}) is stopped or waits for a disk"
             log.warning("agent-stopped", f"{text}: waiting for it; its workers continue")
-        waits = is_stopped or agent.was_stopped
         agent.was_stopped = is_stopped
-        if waits:
-            self._agents.heard(agent, now)
-        return waits
+        self._agents.heard(agent, now)
+        return True
 
     def _is_dispensable(self, node_id: str) -> bool:
-        here = self._job.sets.here
-        return len(here) - (node_id in here) >= self._job.settings.nodes_min
+        """Return whether there are enough nodes without this one, whose agents are not stopped like its own."""
+        nodes, nodes_min = self._job.nodes, self._job.settings.nodes_min
+        others = (one for one in self._job.sets.here if one != node_id and not self._is_stopped(nodes[one].info))
+        return len(list(islice(others, nodes_min))) == nodes_min
 
     def _commit(self, done: Turn) -> None:
         """Carry out the shell's law, in its order."""
