@@ -45,10 +45,10 @@ class Packing:
         windows = self._fitted([sequence for document in documents for sequence in self._sequences(document)]) or [[]]
         shape = (len(windows), self.window_tokens)
         batch = {
-            "inputs": torch.full(shape, self.padding),
-            "targets": torch.full(shape, IGNORED),
-            "documents": torch.full(shape, NO_DOCUMENT),
-            "positions": torch.zeros(shape, dtype=torch.int64),
+            "inputs": torch.full(shape, self.padding, device="cpu"),
+            "targets": torch.full(shape, IGNORED, device="cpu"),
+            "documents": torch.full(shape, NO_DOCUMENT, device="cpu"),
+            "positions": torch.zeros(shape, dtype=torch.int64, device="cpu"),
         }
         for row, window in enumerate(windows):
             self._fill({name: values[row] for name, values in batch.items()}, window)
@@ -56,7 +56,7 @@ class Packing:
 
     def _sequences(self, document: Any) -> list[torch.Tensor]:
         """Return the sequences that a document is split into, each with the target of its last input."""
-        tokens = torch.as_tensor(document, dtype=torch.int64)
+        tokens = torch.as_tensor(document, dtype=torch.int64, device="cpu")
         return [tokens[at : at + self.window_tokens + 1] for at in range(0, len(tokens) - 1, self.window_tokens)]
 
     def _fitted(self, sequences: list[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -79,7 +79,7 @@ class Packing:
             end = begin + len(sequence) - 1
             row["inputs"][begin:end], row["targets"][begin:end] = sequence[:-1], sequence[1:]
             row["documents"][begin:end] = number
-            row["positions"][begin:end] = torch.arange(end - begin)
+            row["positions"][begin:end] = torch.arange(end - begin, device="cpu")
             begin = end
 
 

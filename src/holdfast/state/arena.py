@@ -53,7 +53,7 @@ class ArenaPlan:
         return [
             arena[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
             if math.prod(shape)
-            else torch.empty(shape, dtype=dtype)
+            else torch.empty(shape, dtype=dtype, device="cpu")
             for start, (dtype, shape) in zip(self.offsets, self.shapes, strict=True)
         ]
 
@@ -77,7 +77,7 @@ class Arena:
         self.step = -1
         self.skeleton = b""
         self._plan = ArenaPlan(())
-        self._arena = torch.empty(0, dtype=torch.uint8)
+        self._arena = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._views: list[torch.Tensor] = []
         self._is_kept = is_kept
         if flat is not None:
@@ -145,8 +145,8 @@ class Arena:
             return
         self._plan, self._views = ArenaPlan(shapes), []
         if self._plan.size_bytes > self._arena.numel() or is_pinned > self._arena.is_pinned():
-            self._arena = torch.empty(0, dtype=torch.uint8)  # the old one goes before the new one comes
-            self._arena = torch.empty(self._plan.size_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+            self._arena = torch.empty(0, dtype=torch.uint8, device="cpu")  # the old one goes before the new one comes
+            self._arena = torch.empty(self._plan.size_bytes, dtype=torch.uint8, pin_memory=is_pinned, device="cpu")
         self._views = self._plan.views(self._arena)
 
 

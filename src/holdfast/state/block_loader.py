@@ -72,7 +72,7 @@ class BlockLoader:
             return
         buffer = target
         if not target.is_cpu or not target.is_contiguous():
-            buffer = torch.empty(target.shape, dtype=target.dtype)
+            buffer = torch.empty(target.shape, dtype=target.dtype, device="cpu")
             self.afterwards.append((target, buffer))
         self._buffers.append(buffer)
         row_bytes = stored.entry.size_bytes // (stored.entry.shape[0] if stored.entry.shape else 1)

@@ -144,7 +144,7 @@ def _is_model(name: object, branch: object) -> bool:
 
 def _assembled(full: FullTensor) -> torch.Tensor:
     """Return the tensor itself, assembled from its regions."""
-    result = torch.empty(full.shape, dtype=full.dtype)
+    result = torch.empty(full.shape, dtype=full.dtype, device="cpu")
     for source, entry, boxes in full.regions:
         content = bytearray(source.read(entry, 0, entry.size_bytes))
         region = torch.frombuffer(content, dtype=torch.uint8).view(full.dtype).view(entry.shape)

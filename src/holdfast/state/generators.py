@@ -63,4 +63,4 @@ def _packed(state: torch.Tensor) -> bytes:
 
 
 def _bytes(packed: bytes) -> torch.Tensor:
-    return torch.tensor(list(packed), dtype=torch.uint8)
+    return torch.tensor(list(packed), dtype=torch.uint8, device="cpu")

@@ -77,7 +77,7 @@ def _request_local(saved: _Saved, shard: int, owner: tuple[int, int], loader: Bl
     made: dict[int, torch.Tensor] = {}
     for entry in part.layout.entries if part is not None else ():
         if part is not None and entry.path[:2] == (LOCAL, owner_key(owner)):
-            made[entry.index] = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+            made[entry.index] = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="cpu")
             loader.add(StoredRegion(part, entry, 0), slice(0, entry.shape[0] if entry.shape else 1), made[entry.index])
     return made
 
@@ -228,7 +228,9 @@ def _targets(live: FlatTree, described: Sequence[TensorSpec], tracked: Tracked) 
             continue
         there, tensor = known.get(spec.path, (None, None))
         fits = there is not None and (there.dtype, there.shape) == (spec.dtype, spec.shape) and spec.path[0] in ours
-        targets[index] = tensor if fits and tensor is not None else torch.empty(spec.shape, dtype=spec.dtype)
+        targets[index] = (
+            tensor if fits and tensor is not None else torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
+        )
     return targets
 
 
@@ -254,6 +256,6 @@ class _Parts(SavedLayout):
         if tuple(part.stop - part.start for part in inside[1:]) == stored.entry.shape[1:]:
             self._loader.add(stored, rows, target)
             return
-        buffer = torch.empty((rows.stop - rows.start, *stored.entry.shape[1:]), dtype=target.dtype)
+        buffer = torch.empty((rows.stop - rows.start, *stored.entry.shape[1:]), dtype=target.dtype, device="cpu")
         self._loader.add(stored, rows, buffer)
         self._loader.afterwards.append((target, buffer[(slice(None), *inside[1:])]))

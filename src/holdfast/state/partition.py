@@ -117,7 +117,7 @@ def views(layout: ImageLayout, buffer: memoryview | mmap.mmap | bytearray) -> li
     return [
         memory[entry.start : entry.end].view(DTYPES[entry.dtype]).view(entry.shape)
         if entry.size_bytes
-        else torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        else torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="cpu")
         for entry in layout.entries
     ]
 

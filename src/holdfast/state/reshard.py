@@ -114,7 +114,7 @@ class SavedLayout:
             raise StateError(
                 f"{dotted(leaf.spec.path)} is a shard, where only values that are the same on every rank can be stored"
             )
-        made = torch.empty(leaf.spec.shape, dtype=leaf.spec.dtype)
+        made = torch.empty(leaf.spec.shape, dtype=leaf.spec.dtype, device="cpu")
         for saved_region in self._firsts[leaf.index]:
             inside = tuple(slice(0, part.stop - part.start) for part in saved_region.local_region)
             self.transfer(saved_region, inside, made[saved_region.rows] if made.dim() else made)
@@ -319,7 +319,7 @@ def _like(old: SavedLayout, value: Any, live: Any) -> Any:
         _fill_live(old, made, value, dotted(value.spec.path))
         return made
     if isinstance(value, _Leaf) and value.spec.layout is not None:
-        full = torch.empty(value.spec.layout.shape, dtype=value.spec.dtype)
+        full = torch.empty(value.spec.layout.shape, dtype=value.spec.dtype, device="cpu")
         old.fill(full, _region_of(full), value)
         return full
     if type(value) is dict:

@@ -99,7 +99,7 @@ def _generators(plug_in: Accelerator) -> DoctorLine:
     """Draw twice from the same seed."""
     if plug_in.name == "cpu":
         draws = [torch.Generator().manual_seed(SEED) for _ in range(2)]
-        is_same = torch.equal(*(torch.rand(8, generator=one) for one in draws))
+        is_same = torch.equal(*(torch.rand(8, generator=one, device="cpu") for one in draws))
         return DoctorLine("random numbers", is_same, "the same seed draws the same numbers")
     plug_in.tensor(0, 4)
     found = device_generator()
@@ -114,12 +114,15 @@ def _generators(plug_in: Accelerator) -> DoctorLine:
 
 def _host_copy(plug_in: Accelerator) -> DoctorLine:
     """Measure what `holdfast plan` calls --host-link and --host-copy."""
-    host, other = torch.ones(COPY_BYTES, dtype=torch.uint8), torch.zeros(COPY_BYTES, dtype=torch.uint8)
+    host, other = (
+        torch.ones(COPY_BYTES, dtype=torch.uint8, device="cpu"),
+        torch.zeros(COPY_BYTES, dtype=torch.uint8, device="cpu"),
+    )
     torch.set_num_threads(1)
     copy = COPY_BYTES / _time_s(lambda: other.copy_(host))
     if plug_in.name == "cpu":
         return DoctorLine("copy to the host", None, f"--host-copy {copy:.1e}")
-    there, pinned = plug_in.tensor(0, COPY_BYTES), torch.empty(COPY_BYTES // 4, pin_memory=True)
+    there, pinned = plug_in.tensor(0, COPY_BYTES), torch.empty(COPY_BYTES // 4, pin_memory=True, device="cpu")
 
     def carry() -> None:
         pinned.copy_(there, non_blocking=True)

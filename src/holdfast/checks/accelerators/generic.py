@@ -91,9 +91,13 @@ class MatmulBenchmark:
         self._accelerator, self._index = accelerator, index
         numbers = torch.Generator().manual_seed(SEED)
         shape = (size, size)
-        self._left = torch.randint(-FACTOR_MAX, FACTOR_MAX + 1, shape, generator=numbers, dtype=torch.int32)
-        self._right = torch.randint(-FACTOR_MAX, FACTOR_MAX + 1, shape, generator=numbers, dtype=torch.int32)
-        self._probe = torch.randint(1, 1_000, (size,), generator=numbers, dtype=torch.int64)
+        self._left = torch.randint(
+            -FACTOR_MAX, FACTOR_MAX + 1, shape, generator=numbers, dtype=torch.int32, device="cpu"
+        )
+        self._right = torch.randint(
+            -FACTOR_MAX, FACTOR_MAX + 1, shape, generator=numbers, dtype=torch.int32, device="cpu"
+        )
+        self._probe = torch.randint(1, 1_000, (size,), generator=numbers, dtype=torch.int64, device="cpu")
         device = accelerator.torch_device(index)
         self._left_there = self._left.to(torch.float32).to(device)
         self._right_there = self._right.to(torch.float32).to(device)

@@ -60,4 +60,4 @@ class Mps(TorchAccelerator):
         """Return a tensor in the processor's memory, which is what gloo communicates."""
         import torch
 
-        return torch.ones(max(size_bytes // 4, 1), dtype=torch.float32)
+        return torch.ones(max(size_bytes // 4, 1), dtype=torch.float32, device="cpu")

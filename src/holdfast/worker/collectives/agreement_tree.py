@@ -98,12 +98,12 @@ class AgreementTree:
 
     def agree(self, values: Sequence[int]) -> list[int]:
         """Return the element-wise maximum over all ranks."""
-        answer = self._exchange(torch.tensor(list(values), dtype=torch.int64), len(values), highest)
+        answer = self._exchange(torch.tensor(list(values), dtype=torch.int64, device="cpu"), len(values), highest)
         return cast(list[int], answer.tolist())
 
     def gather(self, values: Sequence[int]) -> list[list[int]]:
         """Return every rank's values, by rank."""
-        own = torch.tensor(list(values), dtype=torch.int64)
+        own = torch.tensor(list(values), dtype=torch.int64, device="cpu")
         rows = self._exchange(own, self._size * len(values), self._side_by_side)
         return cast(list[list[int]], rows.view(self._size, -1).tolist())
 
@@ -126,7 +126,7 @@ class AgreementTree:
             heard = self._gather(height, said, deadline)
             if heard:
                 said = conclude(heard)
-        answer = torch.zeros(answer_length, dtype=torch.int64)
+        answer = torch.zeros(answer_length, dtype=torch.int64, device="cpu")
         if self._connections.rank == 0:
             answer.copy_(said[:answer_length])
         for height in reversed(range(len(self._levels))):

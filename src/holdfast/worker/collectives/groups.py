@@ -347,7 +347,7 @@ def agree(values: Sequence[int]) -> list[int]:
     if (tree := default_group().tree_for_collective()) is not None:
         return tree.agree(values)
     if len(values) not in _tensors:
-        _tensors[len(values)] = torch.zeros(len(values), dtype=torch.int64)
+        _tensors[len(values)] = torch.zeros(len(values), dtype=torch.int64, device="cpu")
     tensor = _tensors[len(values)]
     for at, value in enumerate(values):
         tensor[at] = value
@@ -374,8 +374,8 @@ def gather(values: Sequence[int]) -> list[list[int]]:
         return [list(values)]
     if (tree := default_group().tree_for_collective()) is not None:
         return tree.gather(values)
-    output = torch.zeros(size * len(values), dtype=torch.int64)
-    default_group()._allgather_base(output, torch.tensor(list(values), dtype=torch.int64)).wait()
+    output = torch.zeros(size * len(values), dtype=torch.int64, device="cpu")
+    default_group()._allgather_base(output, torch.tensor(list(values), dtype=torch.int64, device="cpu")).wait()
     return cast(list[list[int]], output.view(size, -1).tolist())
 
 

@@ -76,7 +76,7 @@ class FlatRange:
         for view, gradient in zip(views, mine, strict=True):
             if gradient is None:
                 view.fill_(-0.0)
-        self._counts(flat).copy_(torch.tensor([float(gradient is not None) for gradient in mine]))
+        self._counts(flat).copy_(torch.tensor([float(gradient is not None) for gradient in mine], device="cpu"))
 
     def unpack(self, flat: Tensor) -> Loose:
         """Return the gradients, which stay in this memory."""

@@ -51,7 +51,7 @@ def warm_up() -> None:
 def take_steps(model: nn.Module) -> None:
     parameters = list(model.parameters())
     for optimizer in (torch.optim.AdamW(parameters), torch.optim.SGD(parameters, momentum=0.9)):
-        model(torch.zeros(1, 1)).sum().backward()
+        model(torch.zeros(1, 1, device="cpu")).sum().backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -204,12 +204,12 @@ def _send(part: ServedPart, receivers: Sequence[int]) -> list[tuple[Any, torch.T
     """Begin to send a part; return the transfers, and the tensors that must last until they are over."""
     blocks = block_count(len(part.memory))
     header = [1, *part.checksums] if part.checksums else [0] * (1 + blocks)
-    tensors = torch.tensor(header), torch.frombuffer(part.memory, dtype=torch.uint8)
+    tensors = torch.tensor(header, device="cpu"), torch.frombuffer(part.memory, dtype=torch.uint8)
     return [(dist.isend(tensor, rank, tag=_TAG), tensor) for rank in receivers for tensor in tensors]
 
 
 def _receive(server: int, size_bytes: int) -> ServedPart:
-    header = torch.empty(1 + block_count(size_bytes), dtype=torch.int64)
+    header = torch.empty(1 + block_count(size_bytes), dtype=torch.int64, device="cpu")
     dist.recv(header, server, tag=_TAG)
     memory = mmap.mmap(-1, size_bytes)
     dist.recv(torch.frombuffer(memory, dtype=torch.uint8), server, tag=_TAG)

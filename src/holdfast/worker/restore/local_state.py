@@ -92,7 +92,7 @@ class LocalState:
         """Yield the gradients that there are, and which they are."""
         for index, parameter in enumerate(self._tracked.parameters()):
             if parameter.grad is not None:
-                yield torch.tensor(index)
+                yield torch.tensor(index, device="cpu")
                 yield parameter.grad
 
     # --- changes that no copy has

@@ -129,7 +129,7 @@ class Sending(NamedTuple):
 def send_snapshot(snapshot: Arena, to: int) -> Sending:
     """Begin to send. The snapshot must not be overwritten before the sending is through."""
     skeleton = torch.frombuffer(bytearray(snapshot.skeleton), dtype=torch.uint8)
-    header = torch.tensor([snapshot.step, skeleton.numel()])
+    header = torch.tensor([snapshot.step, skeleton.numel()], device="cpu")
     pieces = [(header, _TAG_HEADER), (skeleton, _TAG_SKELETON)]
     pieces += [(part, _TAG_PARTS + index) for index, part in enumerate(snapshot.parts())]
     return Sending([dist.isend(piece, to, tag=tag) for piece, tag in pieces], [header, skeleton])
@@ -138,12 +138,12 @@ def send_snapshot(snapshot: Arena, to: int) -> Sending:
 def receive_snapshot(of: int, memory: Arena | None = None) -> Arena:
     """Receive a snapshot from a rank; in the memory of an older one where it fits."""
     snapshot = memory or Arena()
-    header = torch.empty(2, dtype=torch.int64)
+    header = torch.empty(2, dtype=torch.int64, device="cpu")
     dist.recv(header, of, tag=_TAG_HEADER)
     step, skeleton_bytes = (int(number) for number in header)
     if not 0 < skeleton_bytes <= SKELETON_BYTES_MAX:
         raise StateError(f"rank {of} announced a structure of {skeleton_bytes} bytes, which cannot be")
-    skeleton = torch.empty(skeleton_bytes, dtype=torch.uint8)
+    skeleton = torch.empty(skeleton_bytes, dtype=torch.uint8, device="cpu")
     dist.recv(skeleton, of, tag=_TAG_SKELETON)
     for index, part in enumerate(snapshot.receive(bytes(skeleton.tolist()), step)):
         dist.recv(part, of, tag=_TAG_PARTS + index)

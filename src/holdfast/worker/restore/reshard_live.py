@@ -72,7 +72,7 @@ def carry_out(offers: Offers, step: int, tracked: Tracked) -> None:
     def fetch(shard: int, index: int) -> torch.Tensor:
         if shard in ours:
             return ours[shard][index]
-        need, tensor = next(received, ((-1, -1), torch.empty(0)))
+        need, tensor = next(received, ((-1, -1), torch.empty(0, device="cpu")))
         if need != (shard, index):
             raise StateError(f"tensor {index} of shard {shard} was asked for out of turn")
         return tensor
@@ -132,7 +132,7 @@ def _share_skeletons(source: ReshardSource, offers: Offers) -> dict[int, bytes]:
     rank = groups.default_group().rank()
     skeletons: dict[int, bytes] = {}
     for shard in range(source.shards):
-        room = torch.empty(source.skeleton_bytes[shard], dtype=torch.uint8)
+        room = torch.empty(source.skeleton_bytes[shard], dtype=torch.uint8, device="cpu")
         if source.servers[shard] == rank:
             room = torch.frombuffer(bytearray(offers[source.shards, shard].skeleton), dtype=torch.uint8)
         groups.broadcast(room, source.servers[shard])
@@ -174,6 +174,6 @@ def _receive(
     known = {shard: specs(skeletons[shard]) for shard in {shard for shard, _ in wanted}}
     for shard, index in wanted:
         spec = known[shard][index]
-        tensor = torch.empty(spec.shape, dtype=spec.dtype)
+        tensor = torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
         groups.recv(tensor, source.servers[shard], _TAG)
         yield (shard, index), tensor
