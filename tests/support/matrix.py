@@ -2,6 +2,8 @@
 spare. Each case ends bit-identical to the undisturbed run of the same variation, with the same samples and with no
 process replaced but those that died; or, where the variation says so, it is refused in its first steps. (A variation
 that does what Holdfast warns of may cost processes, but no bits.)
+
+With DEVICE each case runs on the accelerator in software too (e2e/lab/soft_device.cpp), which is behind its host.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from holdfast.core.records import IncidentClosed, IncidentOpened
 from holdfast.core.strategies import Strategy
 from support.jobs import SCRIPTS, AgentProcess, Place
 from support.references import made_once
+from support.soft_device import install_soft_device
 
 VARIED = str(SCRIPTS / "varied.py")
 STEPS = 26
@@ -27,6 +30,11 @@ DEADLINE_S = 120.0
 """For a job. A test may have to make the reference first."""
 LIMIT_S = 300
 """For a test, so that both deadlines fit in."""
+DEVICE = "soft"
+NOT_ON_DEVICE = {"sparse_embedding", "compiled", "compiled_outside"}
+"""It has no sparse tensors, and torch's compiler does not know it."""
+LATE_S = 0.01
+"""What the device waits before each collective: the host is through with its step by then."""
 
 # Points and actions, each with its step. Their ranks are the first and the last in turn.
 PLANS: dict[str, tuple[tuple[str, int, str], ...]] = {
@@ -57,10 +65,12 @@ class Case:
     variation: Variation
     plan: str
     spares: int
+    device: str = "cpu"
 
     @property
     def id(self) -> str:
-        return f"{self.variation.name}-{self.plan}-{'spare' if self.spares else 'no_spare'}"
+        device = f"-{self.device}" * (self.device != "cpu")
+        return f"{self.variation.name}-{self.plan}-{'spare' if self.spares else 'no_spare'}{device}"
 
     @property
     def faults(self) -> list[str]:
@@ -75,20 +85,22 @@ class Case:
         ]
 
 
-def all_cases() -> list[Case]:
+def all_cases(device: str = "cpu") -> list[Case]:
     """The whole matrix. What is refused never comes to a fault."""
     found = []
     for variation in ALL.values():
+        if device != "cpu" and variation.name in NOT_ON_DEVICE:
+            continue
         plans = ["start"] if variation.refused else list(PLANS)
-        found += [Case(variation, plan, spares) for plan in plans for spares in (0, 1)]
+        found += [Case(variation, plan, spares, device) for plan in plans for spares in (0, 1)]
     return found
 
 
 class Outcome:
     """What a job has left."""
 
-    def __init__(self, directory: Path) -> None:
-        self.place = Place(directory)
+    def __init__(self, directory: Path, device: str = "cpu") -> None:
+        self.place, self.device = Place(directory), device
 
     def start(self, variation: Variation, faults: list[str], spares: int) -> AgentProcess:
         words = [word for fault in faults for word in ("--fault", fault)]
@@ -96,7 +108,11 @@ class Outcome:
         if variation.warned:
             flags += ["--max-restarts", str(len(faults))]
         script = [VARIED, variation.name, str(STEPS), *words, *(["--spares"] if spares else [])]
-        return self.place.start(*flags, *script)
+        if self.device == "cpu":
+            return self.place.start(*flags, *script)
+        flags += ["--replicas", "1"]  # on a device the default is to go back to a snapshot
+        env = {**install_soft_device(self.place.directory), "BENCH_DEVICE": self.device, "SOFT_LATE_S": str(LATE_S)}
+        return self.place.start(*flags, *script, env=env)
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -134,11 +150,11 @@ class Outcome:
         return found
 
 
-def undisturbed(variation: Variation) -> Outcome:
+def undisturbed(variation: Variation, device: str = "cpu") -> Outcome:
     """The job without a fault. Run once."""
 
     def make(directory: Path) -> None:
-        outcome = Outcome(directory)
+        outcome = Outcome(directory, device)
         agent = outcome.start(variation, [], 0)
         assert agent.wait(DEADLINE_S) == 0, f"the undisturbed run of {variation.name} failed:\n{agent.stderr[-6000:]}"
         assert len(outcome.finals) == variation.ranks
@@ -146,7 +162,7 @@ def undisturbed(variation: Variation) -> Outcome:
         assert sorted(losses) == [(step, rank) for step in range(STEPS) for rank in range(variation.ranks)]
         assert all(len(found) == 1 for found in losses.values())
 
-    return Outcome(made_once(f"variation {variation.name}", make))
+    return Outcome(made_once(f"variation {variation.name} {device}", make), device)
 
 
 def run_case(case: Case, directory: Path) -> None:
@@ -154,8 +170,8 @@ def run_case(case: Case, directory: Path) -> None:
     if case.variation.refused:
         run_refused(case, directory)
         return
-    reference = undisturbed(case.variation)
-    outcome = Outcome(directory)
+    reference = undisturbed(case.variation, case.device)
+    outcome = Outcome(directory, case.device)
     agent = outcome.start(case.variation, case.faults, case.spares)
     code = agent.wait(DEADLINE_S)
     assert code == 0, f"exit code {code}\n{agent.stderr[-6000:]}"
@@ -222,7 +238,7 @@ def assert_processes(outcome: Outcome, faults: list[dict[str, Any]]) -> None:
 
 def run_refused(case: Case, directory: Path) -> None:
     """Ended with the sentence as its cause, before the third step is committed."""
-    outcome = Outcome(directory)
+    outcome = Outcome(directory, case.device)
     agent = outcome.start(case.variation, [], case.spares)
     code = agent.wait(DEADLINE_S)
     committed = sorted({event["step"] for event in outcome.of("committed")})

@@ -141,8 +141,8 @@ class Samples(torch.utils.data.Dataset):
         return self.count
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int, int]:
-        generator = torch.Generator().manual_seed(int(index))
-        return torch.randn(FEATURES, generator=generator), int(index) % CLASSES, int(index)
+        generator = torch.Generator("cpu").manual_seed(int(index))
+        return torch.randn(FEATURES, generator=generator, device="cpu"), int(index) % CLASSES, int(index)
 
 
 class Meter:
@@ -179,6 +179,10 @@ class Bench:
         self._work = Path(os.environ["WORK"])
         self._events = os.open(self._work / "events", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self.job = hf.init()
+        self.device = os.environ.get("BENCH_DEVICE", "cpu")
+        """Where the model is. What a variation makes is there if it says nothing else."""
+        if self.device != "cpu":
+            torch.set_default_device(self.device)
         self.loss = torch.zeros(())
         """Of the last batch."""
         self._drawn: list[int] = []
@@ -201,7 +205,7 @@ class Bench:
         """This rank's batches of the step; their samples are recorded."""
         for x, y, samples in step.batches(self.training.data):
             self.record(samples)
-            yield x, y
+            yield x.to(self.device), y.to(self.device)
 
     def record(self, samples: torch.Tensor) -> None:
         """The step uses these samples."""
@@ -344,7 +348,7 @@ def digest(value: Any) -> str:
             value = value.full_tensor()
         if isinstance(value, torch.Tensor):
             value = value.coalesce().to_dense() if value.is_sparse else value
-            found.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            found.update(value.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
         elif isinstance(value, dict):
             for key in sorted(value, key=str):  # an optimizer that was loaded may list its parameters in another order
                 found.update(str(key).encode())

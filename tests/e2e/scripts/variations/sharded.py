@@ -51,7 +51,7 @@ def fsdp_clipped(bench: Bench) -> Training:
 
 @variation(ranks=4)
 def hsdp(bench: Bench) -> Training:
-    mesh = init_device_mesh("cpu", (2, bench.job.world_size // 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(bench.device, (2, bench.job.world_size // 2), mesh_dim_names=("replicate", "shard"))
     return Training(shard(Net(), mesh=mesh))
 
 

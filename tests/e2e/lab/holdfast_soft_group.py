@@ -1,0 +1,112 @@
+"""Collectives of the device in holdfast_soft.py, as NCCL's are: `wait()` makes the current stream wait, not the host;
+an abort ends what is under way with whatever is there by then, and what is queued behind it runs on.
+
+    SOFT_LATE_S=SECONDS     before each collective
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import soft_device
+import torch
+from torch._C._distributed_c10d import Work
+
+from holdfast.worker.collectives.communicators import Gloo
+
+LATE_S = float(os.environ.get("SOFT_LATE_S", "0"))
+
+
+class SoftGroups(Gloo):
+    """Makes and frees them."""
+
+    def make(self, *arguments: Any) -> Any:
+        return SoftGroup(super().make(*arguments), arguments[-1].device_index)
+
+    def free(self, inner: Any) -> None:
+        super().free(inner.inner)
+
+    def drop(self, inner: Any) -> None:
+        inner.stream.synchronize()
+        super().drop(inner.inner)
+
+
+class SoftGroup:
+    """One, with a stream of its own."""
+
+    supports_coalescing = False
+
+    def __init__(self, inner: Any, device_index: int) -> None:
+        self.inner = inner
+        self.stream = torch.Stream(torch.device("soft", device_index))
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.inner, name)
+        if not callable(found):
+            return found
+
+        def call(*arguments: Any) -> Any:
+            tensors = list(tensors_in(arguments))
+            if not tensors:
+                return found(*arguments)
+            host = [on_host(argument) for argument in arguments]
+            return self._queue(list(tensors_in(arguments[:1])), lambda: found(*host))
+
+        return call
+
+    def _queue(self, results: list[torch.Tensor], start: Callable[[], Work]) -> Work:
+        def kernel() -> None:
+            time.sleep(LATE_S)
+            try:
+                start().wait()
+            except Exception as error:
+                print(f"soft device: a collective was aborted ({error}), what is behind it runs on", flush=True)
+
+        self.stream.wait_stream(torch.accelerator.current_stream(self.stream.device))
+        with self.stream:
+            soft_device.add(kernel)
+            future: torch.futures.Future[Any] = torch.futures.Future(devices=[results[0].device])
+            future.set_result(results)  # notes where the stream is
+        return Queued(self.stream.record_event(), future)
+
+
+class Queued(Work):
+    """Work of which the host knows only that it was queued."""
+
+    def __init__(self, done: torch.Event, future: Any) -> None:
+        super().__init__()
+        self._done, self._future = done, future
+
+    def wait(self, *_: object) -> bool:
+        torch.accelerator.current_stream(self._done.device).wait_event(self._done)
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def get_future(self) -> Any:
+        return self._future
+
+    def is_completed(self) -> bool:
+        return self._done.query()
+
+    def is_success(self) -> bool:
+        return True
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from tensors_in(one)
+
+
+def on_host(value: Any) -> Any:
+    """The same memory, as the CPU's."""
+    if isinstance(value, torch.Tensor):
+        return soft_device.on_host(value) if value.device.type == "soft" else value
+    return type(value)(map(on_host, value)) if isinstance(value, list | tuple) else value
