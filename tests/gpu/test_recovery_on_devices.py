@@ -5,6 +5,7 @@ None of these has been run on a device by this project, which has none.
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from holdfast.core.records import IncidentClosed, WorkerFailedRecord
 from holdfast.core.strategies import Strategy
 from support.jobs import AgentProcess, Place, is_alive, wait_for
 from support.references import made_once
+from support.soft_device import install_soft_device
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "on_device.py")
 STEPS = 30
@@ -39,7 +41,10 @@ KEPT_BYTES_MAX = 50 * 2**20
 
 def start(place: Place, faults: Sequence[str] = (), *flags: str, **variables: str) -> AgentProcess:
     steps, ranks = variables.pop("steps", str(STEPS)), variables.pop("ranks", "2")
-    env = {**FIXED, "GPU_SUITE_DEVICE": devices()[0], **variables}
+    kind = devices()[0]
+    env = {**FIXED, "GPU_SUITE_DEVICE": kind, **variables}
+    if kind == "soft":
+        env |= {**install_soft_device(place.directory), "SOFT_LATE_S": "0.01"}
     return place.start("--nproc-per-node", ranks, "--snapshots", "2", *flags, SCRIPT, steps, *faults, env=env)
 
 
@@ -100,6 +105,17 @@ def test_a_replacement_has_a_device_of_its_own(tmp_path: Path, flags: list[str])
     assert run(tmp_path, ["between:20:1:kill"], *flags)[1] == undisturbed()
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_script_that_chooses_its_device_itself(tmp_path: Path, when: str) -> None:
+    assert run(tmp_path, ["between:20:1:kill"], "--spares", "1", SET_DEVICE=when)[1] == undisturbed()
+
+
+def test_all_die_and_go_on_from_what_was_copied_from_their_devices(tmp_path: Path) -> None:
+    place, found = run(tmp_path, ["between:13:0:kill", "between:13:1:kill"])
+    assert found == undisturbed()
+    assert all(len(pids(place, rank)) > 1 for rank in range(2))
+
+
 def test_a_second_fault_while_all_connect_again(tmp_path: Path) -> None:
     assert run(tmp_path, ["backward:12:1:kill", "backward:12:0:kill"], "--spares", "1")[1] == undisturbed()
 
@@ -120,7 +136,7 @@ def test_the_watchdog_does_not_end_survivors_later(tmp_path: Path) -> None:
     agent.wait(60.0)
 
 
-@pytest.mark.cuda_only
+@pytest.mark.cuda_or_soft
 def test_an_illegal_access_ends_the_process_that_made_it(tmp_path: Path) -> None:
     place, found = run(tmp_path, ["between:12:1:illegal"])
     assert found == undisturbed()
@@ -128,7 +144,7 @@ def test_an_illegal_access_ends_the_process_that_made_it(tmp_path: Path) -> None
     assert place.journal.of(WorkerFailedRecord)
 
 
-@pytest.mark.cuda_only
+@pytest.mark.cuda_or_soft
 @pytest.mark.timeout(300)
 def test_a_kernel_that_does_not_end_has_its_process_replaced(tmp_path: Path) -> None:
     """All hosts wait, none is behind: the device that does not come to rest after the abort is the one."""
@@ -165,6 +181,7 @@ def test_a_compiled_model(tmp_path: Path, mode: str) -> None:
         {"OPTIMIZER": "fused"},
         {"OPTIMIZER": "foreach"},
         {"SCALER": "1"},
+        {"ATTENTION": "1"},
         pytest.param({"GRAPHED": "1"}, marks=pytest.mark.cuda_only),
     ],
     ids=lambda variables: "-".join(*variables.items()),
@@ -196,7 +213,10 @@ def test_recoveries_leave_no_memory_on_the_device(tmp_path: Path) -> None:
     assert free[4] - free[-1] < KEPT_BYTES_MAX, free
 
 
-def test_the_devices_pass_the_doctor() -> None:
-    words = [sys.executable, "-m", "holdfast", "doctor", "--device"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=110, check=False)
+@pytest.mark.parametrize("words", [["doctor", "--device"], ["check"]], ids=lambda words: words[0])
+def test_the_devices_pass(tmp_path: Path, words: list[str]) -> None:
+    kind = devices()[0]
+    env = os.environ | install_soft_device(tmp_path) if kind == "soft" else dict(os.environ)
+    words = [sys.executable, "-m", "holdfast", *words, *(["--accelerator", kind] if words == ["check"] else [])]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

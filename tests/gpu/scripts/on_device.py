@@ -1,10 +1,11 @@
-"""A session on real devices, one a rank, that can hurt itself; on the CPU too, with GPU_SUITE_DEVICE=cpu.
+"""A session on real devices, one a rank, that can hurt itself; with GPU_SUITE_DEVICE=soft or cpu without any.
 
     on_device.py STEPS [POINT:STEP:RANK:ACTION]…
 
 MODEL=ddp|fsdp2|hsdp   LOSS_FOR_LOG=1: all ranks average the loss after the update   COMPILE=MODE: of torch.compile
 EXCHANGE=1: two ranks send each other 32 MB in each step, by batch_isend_irecv   CHECKPOINTING=1: of activations
 OPTIMIZER=fused|foreach   SCALER=1: a GradScaler   GRAPHED=1: forward and backward are captured graphs
+SET_DEVICE=before|after: hf.init, the script chooses its device by LOCAL_RANK   ATTENTION=1: with dropout in it
 POINT   backward (queued, not agreed), update (committed), between (steps)
 ACTION  kill, stop (SIGSTOP), illegal (an access to memory that is not there), spin (a kernel that does not end),
         graph (the update is captured in a CUDA graph)
@@ -26,7 +27,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn.functional import mse_loss
+from torch.nn.functional import mse_loss, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -35,8 +36,17 @@ import holdfast as hf
 work = Path(os.environ["WORK"])
 total, faults = int(sys.argv[1]), [fault.split(":") for fault in sys.argv[2:]]
 torch.use_deterministic_algorithms(True)
-job = hf.init(seed=4)
 device = torch.device(os.environ["GPU_SUITE_DEVICE"])
+
+
+def set_device(when: str) -> None:
+    if os.environ.get("SET_DEVICE") == when and device.type != "cpu":
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+
+
+set_device("before")
+job = hf.init(seed=4)
+set_device("after")
 with (work / f"pids-{job.rank}").open("a") as file:
     file.write(f"{os.getpid()}\n")
 
@@ -54,11 +64,11 @@ def hurt(point: str, number: int) -> None:
         elif action == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         elif action == "spin":
-            torch.cuda._sleep(10**13)
+            torch.get_device_module(device)._sleep(10**13)
         elif action == "illegal":
             table = torch.zeros(4, device=device)
             table.index_select(0, torch.full((1,), 2**40, device=device))  # a device-side assertion: as sticky
-            torch.cuda.synchronize()
+            torch.accelerator.synchronize()
 
 
 torch.manual_seed(0)
@@ -94,6 +104,9 @@ for step in job.steps(total):
     with step:
         number = step.number
         x = torch.randn(32, 64, generator=torch.Generator().manual_seed(100 * number + job.rank)).to(device)
+        if "ATTENTION" in os.environ:
+            heads = x.view(4, 8, 64)
+            x = scaled_dot_product_attention(heads, heads, heads, dropout_p=0.2).reshape(32, 64)
         if "EXCHANGE" in os.environ:
             x = x + 1e-3 * exchange(number)
         with torch.autocast(device.type, torch.bfloat16, enabled="GRAPHED" not in os.environ):
