@@ -128,6 +128,8 @@ def run_app(arguments: list[str]) -> int:
     line."""
     import typer
 
+    from holdfast.cli.option_mistakes import mistake_sentence
+
     for word in arguments:
         if any("\ud800" <= character <= "\udfff" for character in word):
             raise UsageError(f"{word!a:.80} is not UTF-8 text: give it in UTF-8")
@@ -139,7 +141,7 @@ def run_app(arguments: list[str]) -> int:
     except typer.Abort:
         return exit_codes.WORKER_FAILED
     except mistake as error:
-        said, command = error.format_message().rstrip("."), error.ctx.command_path if error.ctx else "holdfast"
+        said, command = mistake_sentence(error), error.ctx.command_path if error.ctx else "holdfast"
         if not said:
             return exit_codes.USAGE  # no words were given: the help has been shown
         if command == "holdfast" and _is_for_run(arguments[0]):
