@@ -26,6 +26,7 @@ from holdfast.core.orders import Exit, Hold
 from holdfast.core.records import Outcome
 from holdfast.core.strategies import Strategy
 from holdfast.util import tasks
+from holdfast.util.logs import NOTICE
 from support.nest import ENVIRONMENT, children, is_running
 from support.worker_groups import WorkerGroupUnderTest, agent_config, serve
 
@@ -99,6 +100,21 @@ def test_a_recovery_goes_on_while_a_node_is_about_to_go(tmp_path: Path) -> None:
             assert (await job.result()).exit_code == 128 + signal.SIGTERM
 
     asyncio.run(test())
+
+
+def test_a_node_that_stands_by_says_so_to_the_person_who_started_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not only with -v: it may stand by at the port of another job."""
+
+    async def test() -> None:
+        async with agent(tmp_path) as job:
+            await job.until(lambda: job.agent._worker_server.name, "the agent listens")
+            job.agent.obey(Hold(job_id="job", why="standing by: the job runs on 1 node"))
+            await job.until(lambda: "holding: standing by" in caplog.text, "the line")
+
+    with caplog.at_level(NOTICE, "holdfast"):
+        asyncio.run(test())
 
 
 def test_it_does_not_wait_for_ever(tmp_path: Path) -> None:

@@ -87,3 +87,17 @@ def test_the_end_is_one_line(tmp_path: Path, outcome: Outcome | None, steps: int
     console = JobConsole(agent_config(tmp_path), list, lambda: steps)
     console.obey(serve(1, job_id="demo"))
     assert console.ended_line(outcome, "why", incidents) == line
+
+
+@pytest.mark.parametrize(
+    ("outcome", "line"),
+    [
+        (None, "the job did not start on this node (0.0 s): why"),
+        (Outcome.SUCCEEDED, "the job succeeded elsewhere: this node stood by for 0.0 s and ran no workers"),
+        (Outcome.FAILED, "the job failed (0.0 s, no incidents): why"),
+    ],
+)
+def test_the_end_of_a_node_that_had_no_workers_claims_no_more(
+    tmp_path: Path, outcome: Outcome | None, line: str
+) -> None:
+    assert JobConsole(agent_config(tmp_path), list, lambda: 0).ended_line(outcome, "why", 0) == line

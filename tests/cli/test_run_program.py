@@ -21,6 +21,7 @@ from holdfast.errors import UsageError
     [
         (["nosuch.py"], "no script nosuch.py in {here}: give its path"),
         (["/no/such.py"], "no script /no/such.py"),
+        (["-"], "a script cannot come from standard input, which all workers share: save it to a file"),
         (["--run-path", "nosuch.py"], "no script nosuch.py in {here}: give its path"),
         (
             ["-m", "nosuch.train"],

@@ -215,6 +215,28 @@ def test_an_agent_that_was_told_the_same_is_taken_in() -> None:
     assert taken_in(world.do(world.hello("a", spec=spec())).records)
 
 
+def test_another_job_that_was_given_the_port_of_a_job_of_one_node_is_refused() -> None:
+    """It would stand by, unheard, and end with success when the other job does, without having run."""
+    world = World(nodes=(1, 1))
+    world.do(world.hello("a"))
+    why = refusal(knock(world, "b")).why
+    assert "in use by job" in why and "process 1000 on host-a" in why and "--master-port" in why
+    assert taken_in(knock(world, "b", spec=spec(run_id="job", nodes_min=1, nodes_max=1)))
+
+
+def test_an_agent_that_takes_the_place_of_a_dead_one_in_a_job_of_one_node_is_taken_in() -> None:
+    world = World(nodes=(1, 1))
+    world.do(world.hello("a"))
+    world.do(e.LinkBroke(node_id="a", incarnation=world.life("a")))
+    assert taken_in(knock(world, "b"))
+
+
+def test_a_job_of_one_node_with_a_spare_node_takes_it_in() -> None:
+    world = World(nodes=(1, 1), spare_nodes=1)
+    world.do(world.hello("a"))
+    assert taken_in(knock(world, "b"))
+
+
 def test_a_node_that_was_cut_off_and_comes_back_after_the_end_is_told_how_it_ended() -> None:
     world = World(nodes=(1, 2), restarts=0).run("a", "b")
     world.do(world.broke("b"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -87,6 +88,29 @@ def test_a_port_that_something_else_used_for_a_moment_is_not_waited_for(tmp_path
     wait_for(lambda: agent.logged("master-taken-over"), what="the agent to start its job's master")
     job.finish()
     assert agent.wait() == 0
+
+
+def test_a_port_that_another_program_has_is_named_with_that_program(tmp_path: Path) -> None:
+    """Such as a launcher of another kind at the default port: it does not become the job's master by waiting."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        agent = Place(tmp_path).start("--nproc-per-node", "2", "--master-port", str(port), *SPAWN, STEPS)
+        assert agent.wait() == 5
+    assert f"port {port} is in use by process {os.getpid()} (" in agent.said
+    assert "give this job another --master-port" in agent.said
+
+
+def test_two_jobs_of_one_node_at_one_port_do_not_become_one(tmp_path: Path) -> None:
+    """The second is refused, and does not end with the first one's success."""
+    port = str(free_port())
+    first, second = Place(tmp_path / "first"), Place(tmp_path / "second")
+    running = first.start("--master-port", port, *SPAWN, STEPS)
+    first.journal.wait_for_workers(1)
+    refused = second.start("--master-port", port, *SPAWN, STEPS)
+    assert refused.wait() == 4
+    assert "the port is in use by job " in refused.said and "which has its only node" in refused.said
+    first.finish()
+    assert running.wait() == 0
 
 
 class NodesOfLostMaster(StaticJob):

@@ -34,7 +34,7 @@ from holdfast.agent.late_ends import LateEnds
 from holdfast.agent.launch.launcher import Launcher
 from holdfast.agent.link_watch import PROBE_EVERY_REPORTS, LinkWatch
 from holdfast.agent.master_absence import LocalFacts, MasterAbsence
-from holdfast.agent.master_supervisor import MasterSupervisor
+from holdfast.agent.master_supervisor import PORT_TAKEN_WAIT_S, MasterSupervisor
 from holdfast.agent.node_check import NodeCheck
 from holdfast.agent.out_of_memory import MemoryWatch
 from holdfast.agent.reports import Reports
@@ -417,7 +417,8 @@ class Agent:
     async def _log_holding(self, order: Hold) -> None:
         await asyncio.sleep(HOLDING_MESSAGE_AFTER_S)  # most holds are over in a moment and not worth a line
         if self._order is order:
-            log.info("node-holding", f"holding: {order.why}")
+            is_guest = not self._console.job_id and not (self._supervisor and self._supervisor.owned)
+            (log.notice if is_guest else log.info)("node-holding", f"holding: {order.why}")
 
     # --- leaving
 
@@ -563,16 +564,17 @@ class Agent:
             if not is_away:
                 continue
             supervisor = self._supervisor
-            may_take_over = supervisor and not supervisor.owned and self._job_id
-            if supervisor and may_take_over and await supervisor.take_over(self._job_id, has_joined=self._has_joined):
+            if supervisor and await supervisor.take_over(self._job_id, has_joined=self._has_joined):
                 self._supervise(supervisor)
+            taken_by = supervisor.port_taken_by if supervisor else ""
             if time.monotonic() - logged_at > UNREACHABLE_MESSAGE_EVERY_S:
                 logged_at = time.monotonic()
-                text = f"the master is unreachable for {away_s:.0f} s ({self._uplink.trouble}); retrying"
+                text = f"the master is unreachable for {away_s:.0f} s ({taken_by or self._uplink.trouble}); retrying"
                 log.warning("master-unreachable", text)
             is_here = supervisor is not None and supervisor.owned  # what keeps it from running can be mended here
-            if away_s > self._config.join_timeout_s or (is_too_long and not is_here):
-                self._give_up(away_s, "" if is_here else self._absence.needs_decision)
+            wait_s = PORT_TAKEN_WAIT_S if taken_by else self._config.join_timeout_s
+            if away_s > wait_s or (is_too_long and not is_here):
+                self._give_up(away_s, "" if is_here else self._absence.needs_decision, taken_by)
 
     def _facts(self) -> LocalFacts:
         newest = self._snapshots.uploader.newest
@@ -585,14 +587,14 @@ class Agent:
             checkpoint=newest.url if newest is not None else "",
         )
 
-    def _give_up(self, away_s: float, undecided: str) -> None:
+    def _give_up(self, away_s: float, undecided: str, port_taken_by: str) -> None:
         """End an agent that has nothing to run, or whose workers wait for a decision that does not come; workers that
         train go on without a master."""
         if not undecided and (self._worker_group.running or self._worker_group.in_session):
             return
         why = f"the master at {self._uplink.trouble or 'its address'} was unreachable for {away_s:.0f} s"
         why += f", and a decision was needed: {undecided}" if undecided else ""
-        is_done = self._worker_group.is_done
-        code, outcome = (0, Outcome.SUCCEEDED) if is_done else (exit_codes.NO_MASTER, Outcome.FAILED)
+        why = port_taken_by or why
+        code, outcome = (0, Outcome.SUCCEEDED) if self._worker_group.is_done else (exit_codes.NO_MASTER, Outcome.FAILED)
         self._ends_without_master = True
         self.obey(Exit(outcome=outcome, exit_code=code, why=why, cause=None))

@@ -57,6 +57,8 @@ class MasterPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Where that job's journal is, if there is one."""
     required: bool
     """Whether it is an error if the port is in use; otherwise another agent of this machine has the master."""
+    has_one_node: bool = False
+    """Whether no other agent can take part: what has the port is not this job's."""
 
 
 class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -159,12 +159,16 @@ class JobConsole:
     # --- the end
 
     def ended_line(self, outcome: Outcome | None, why: str, incidents: int) -> str:
-        """Return the end of the job in one line."""
+        """Return the end of the job in one line; for a node that had no part in it, that too."""
         steps = max(self._done, self._steps_made())
         took = duration(time.monotonic() - self._began_at)
         facts = [counted(steps, "step")] if steps else []
         facts += [took, counted(incidents, "incident") if incidents else "no incidents"]
         name = f"job {self._job_id}" if self._job_id else "the job"
+        if self._order is None and outcome is None:
+            return f"the job did not start on this node ({took}): {why}"
+        if self._order is None and outcome is Outcome.SUCCEEDED:
+            return f"the job succeeded elsewhere: this node stood by for {took} and ran no workers"
         how = outcome.value if outcome else "failed"
         if outcome is Outcome.SUCCEEDED:
             return f"{name} succeeded: {', '.join(facts)}"

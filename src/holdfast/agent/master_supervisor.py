@@ -20,6 +20,7 @@ from holdfast.agent.config import MasterPlan
 from holdfast.agent.helper_watch import Helper, UnansweredTime, kill_unless_answered
 from holdfast.errors import MasterFailedError
 from holdfast.util.logs import get_logger
+from holdfast.util.port_owner import foreign_listener
 from holdfast.util.processes import module_command, process_state, processor_time_s
 
 RAN_LONG_S = 2.0
@@ -35,6 +36,8 @@ for its disk, which does not count, or computes, which counts an eighth."""
 ANSWER_LIMIT_MAX_S = 600.0
 """The limit doubles with each master that was killed in vain: perhaps the network is to blame."""
 LOOK_EVERY_S = 1.0
+PORT_TAKEN_WAIT_S = 10.0
+"""How long a job that has not begun waits for its port while another program has it."""
 TERMINATE_GRACE_S = 5.0
 """How long a master may take to end once it was told to; then it is killed."""
 KILLED_WAIT_S = 5.0
@@ -54,6 +57,8 @@ class MasterSupervisor:
         self._released = asyncio.Event()
         self.owned = False
         """Whether this agent supervises the master."""
+        self.port_taken_by = ""
+        """Which other program has the port of a job that has not begun, in words."""
 
     async def start(self) -> None:
         """Start the master for the first time. `owned` stays false if the port is taken: then another agent of this
@@ -135,15 +140,22 @@ class MasterSupervisor:
                 await self._released.wait()
 
     async def take_over(self, job_id: str, *, has_joined: bool) -> bool:
-        """Supervise the job's master from now on, if no other agent of this machine does; return whether this one
-        does. If this agent has not joined the job, there may be none yet: what used the port was not its master."""
-        self._job_id = job_id
-        resume = has_joined or self._plan.journal.exists()
-        if not self.owned and await self._launch(resume=resume) is None:
-            text = "the master was not running and no other agent supervised it: this agent has restarted it"
-            log.warning("master-taken-over", text)
-            self.owned = True
-        return self.owned
+        """Supervise the job's master from now on, if no agent of this machine does; return whether this one has begun
+        to. If this agent has not joined the job, there may be none yet: what used the port was not its master."""
+        self.port_taken_by = ""
+        if self.owned:
+            return False
+        if job_id := job_id or (self._plan.job_id if self._plan.has_one_node else ""):
+            self._job_id = job_id
+            resume = has_joined or self._plan.journal.exists()
+            if await self._launch(resume=resume) is None:
+                text = "the master was not running and no other agent supervised it: this agent has restarted it"
+                log.warning("master-taken-over", text if resume else f"port {self.port} is free now: the job begins")
+                self.owned = True
+                return True
+        if not has_joined and (taken_by := await asyncio.to_thread(foreign_listener, self.port)):
+            self.port_taken_by = f"{taken_by}: give this job another --master-port or --rdzv-endpoint"
+        return False
 
     async def stop(self, timeout_s: float) -> None:
         """Wait for the master to end by itself, and end it after the timeout. One that cannot even be killed, because

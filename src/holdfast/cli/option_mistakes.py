@@ -1,5 +1,5 @@
-"""The sentence about a mistake in a command line that typer parses, in the form of `holdfast run`'s: the option, what was
-given, what to give. Typer shows the text of the library that checks its values."""
+"""The sentence about a mistake in a command line that typer parses, in the form of `holdfast run`'s: the option, what
+was given, what to give. Typer shows the text of the library that checks its values."""
 
 from __future__ import annotations
 

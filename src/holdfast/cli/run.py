@@ -167,6 +167,8 @@ def check_program(options: RunOptions) -> None:
     elif options.no_python and not options.run_path:
         if shutil.which(name) is None:
             raise UsageError(f"no program {name}: name one that is on PATH, or the path of one that can be executed")
+    elif name == "-":
+        raise UsageError("a script cannot come from standard input, which all workers share: save it to a file")
     elif not Path(name).exists():
         raise UsageError(f"no script {name} in {here}: give its path" if "/" not in name else f"no script {name}")
     elif Path(name).is_dir() and not (Path(name) / "__main__.py").exists():
@@ -268,7 +270,7 @@ def _report(result: Result, options: RunOptions, again: str) -> None:
             print(report, file=sys.stderr)
     if result.exit_code and (error_file := os.environ.get(ERROR_FILE_VARIABLE)):
         write_launcher_error_file(error_file, result.cause, result.why)
-    text = result.last_line or result.why
+    text = result.last_line if result.last_line and not options.check_only else result.why
     if result.outcome is Outcome.STOPPED and result.saved and result.job_id:
         text += f"; to go on from {result.saved}, run: {again}" if again else f"; its state is in {result.saved}"
     is_asked_for = result.outcome is Outcome.STOPPED or result.exit_code == exit_codes.SUCCESS
@@ -476,7 +478,14 @@ def _master_plan(options: RunOptions, host: str, port: int, run_id: str) -> Mast
     flat = tuple(str(word) for pair in arguments.items() for word in pair)
     job_id = run_id or _new_job_id(options.script)
     journal = journal_path(Path(options.state_dir), job_id)
-    return MasterPlan(arguments=flat, job_id=job_id, journal=journal, listen_host=listen_host, required=port == 0)
+    return MasterPlan(
+        arguments=flat,
+        job_id=job_id,
+        journal=journal,
+        listen_host=listen_host,
+        required=port == 0,
+        has_one_node=options.nodes_most == 1,
+    )
 
 
 def _new_job_id(script: str) -> str:

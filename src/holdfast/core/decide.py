@@ -398,7 +398,8 @@ def _hello(job: JobState, hello: e.Hello, now: float) -> list[r.Record]:
     if mismatch := _mismatch(job, hello):
         return [_refuse(hello, now, mismatch)]
     if old is None:
-        return _join_records(hello, now)
+        holder = _only_node(job, hello)
+        return [_refuse(hello, now, _is_another_job(job, holder))] if holder else _join_records(hello, now)
     return _next_incarnation(job, old, hello, now)
 
 
@@ -533,6 +534,23 @@ def _mismatch(job: JobState, hello: e.Hello) -> str:
             f" {settings.restarts_max}: give the same --max-restarts on every node"
         )
     return ""
+
+
+def _only_node(job: JobState, hello: e.Hello) -> Node | None:
+    """Return the node of a job of one node, if it is here and the agent does not name the job: then the agent does not
+    come to stand by, but is a job of its own that was given the same port."""
+    settings = job.settings
+    if hello.spec.run_id or settings.nodes_max + settings.spare_nodes > 1:
+        return None
+    here = (node for node in job.nodes.values() if isinstance(node.standing, Present) and isinstance(node.link, Linked))
+    return next(here, None)
+
+
+def _is_another_job(job: JobState, holder: Node) -> str:
+    return (
+        f"the port is in use by job {job.job_id}, which has its only node (process {holder.info.pid} on"
+        f" {holder.info.host}): give this job another --master-port or --rdzv-endpoint, or --standalone"
+    )
 
 
 def _refuse_for(old: Node, hello: e.Hello, now: float, state: str, retry_after_s: float | None) -> r.NodeRefused:

@@ -73,7 +73,7 @@ class StrangerLog:
                 break  # the others began later
             del self._silenced[address]
             if silenced.count:
-                text = f"turned {silenced.count} more connections from {address} away"
+                text = f"turned {silenced.count} more connection{'s' * (silenced.count > 1)} from {address} away"
                 log.warning("strangers-refused", text, port=self._port, count=silenced.count)
 
 
