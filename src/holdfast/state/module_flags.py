@@ -2,6 +2,8 @@
 
     of modules       `training` of each, wrappers included
     of parameters    `requires_grad`
+    of DDP           whether its next forward broadcasts the buffers, which follows from its last one: a rank that did
+                     not make that one would wait in a broadcast alone
     hooks            forward, backward and their pre-hooks of modules; those of parameters
     of the process   grad mode, default dtype, autocast, deterministic algorithms, precision of matrix products, cuDNN
     plain values     attributes of modules and optimizers that are numbers or words (attributes.py)
@@ -28,6 +30,9 @@ from holdfast.errors import ScriptError, StateError
 from holdfast.state.attributes import Attributes, Values
 from holdfast.state.modules import unwrapped
 from holdfast.torch_compat import MODULE_HOOKS, PARAMETER_HOOKS, children_of, set_grad_enabled, tensors_held
+
+SYNCS_BUFFERS = "require_forward_param_sync"
+"""DDP's attribute; public, though not documented."""
 
 _OF_BLOCKS = ("grad_mode", "autocast")
 """How the names of settings begin that `with` blocks of the script set around a step."""
@@ -99,6 +104,7 @@ class SavedFlags:
 
     training: list[bool]
     requires_grad: list[bool]
+    syncs_buffers: list[bool]
     process: dict[str, Any]
     module_hooks: dict[int, dict[Any, Any]]
     """id() of a dictionary of hooks → what was in it. Empty ones are left out."""
@@ -114,6 +120,8 @@ class Flags:
         self.attributes = Attributes()
         self._modules: dict[str, Module] = {}
         self._parameters: dict[str, torch.Tensor] = {}
+        self._wrappers: dict[str, Module] = {}
+        """Those that broadcast buffers."""
         self._hook_holders: list[dict[Any, Any]] = []
         self._structure: tuple[list[Module | None], int] = ([], 0)
         """The children of all modules, and how many parameters these have: what must not change in the loop."""
@@ -142,6 +150,7 @@ class Flags:
                 parameters.setdefault(id(parameter), (f"{name}.{path}", parameter))
         self._modules = dict(found.values())
         self._parameters = dict(parameters.values())
+        self._wrappers = {name: module for name, module in self._modules.items() if hasattr(module, SYNCS_BUFFERS)}
         self._hook_holders = [vars(part)[kind] for part in self._modules.values() for kind in MODULE_HOOKS]
         self._structure = self._look_at_structure()
         holders = {name: module for name, module in self._modules.items() if "@" not in name} | dict(optimizers or {})
@@ -154,6 +163,7 @@ class Flags:
         return SavedFlags(
             [module.training for module in self._modules.values()],
             [parameter.requires_grad for parameter in self._parameters.values()],
+            [getattr(wrapper, SYNCS_BUFFERS) for wrapper in self._wrappers.values()],
             {name: setting.get() for name, setting in self._settings.items()},
             {id(holder): dict(holder) for holder in self._hook_holders if holder},
             {
@@ -168,7 +178,7 @@ class Flags:
     def restore(self, saved: SavedFlags) -> None:
         """Put all of it back."""
         self.attributes.restore(saved.attributes)
-        self._put(saved.training, saved.requires_grad, saved.process)
+        self._put(saved.training, saved.requires_grad, saved.syncs_buffers, saved.process)
         for holder in self._hook_holders:
             _put_hooks(holder, saved.module_hooks.get(id(holder), {}))
         for parameter in self._parameters.values():
@@ -210,10 +220,12 @@ class Flags:
         built = self._built
         training = (module.training for module in self._modules.values())
         required = (parameter.requires_grad for parameter in self._parameters.values())
+        syncs_buffers = (getattr(wrapper, SYNCS_BUFFERS) for wrapper in self._wrappers.values())
         process = {name: setting.get() for name, setting in self._settings.items() if not name.startswith(_OF_BLOCKS)}
         found = {
             "training": _differing(self._modules, training, built.training),
             "requires_grad": _differing(self._parameters, required, built.requires_grad),
+            "syncs_buffers": _differing(self._wrappers, syncs_buffers, built.syncs_buffers),
             "process": {name: value for name, value in process.items() if value != built.process[name]},
             "attributes": self.attributes.changed(),
             "of_each_rank": dict.fromkeys(sorted(self.attributes.of_each_rank), True),
@@ -236,16 +248,27 @@ class Flags:
         self.attributes.load(saved.get("attributes", {}))
         process = {**self._built.process, **saved.get("process", {})}
         training, required = saved.get("training", {}), saved.get("requires_grad", {})
-        for names, known in ((training, self._modules), (required, self._parameters)):
+        syncs_buffers = saved.get("syncs_buffers", {})
+        kinds = ((training, self._modules), (required, self._parameters), (syncs_buffers, self._wrappers))
+        for names, known in kinds:
             if unknown := [name for name in names if name not in known]:
                 raise StateError(f"{unknown[0]} was switched when the state was saved, and is not in the model now")
         self._put(
             [training.get(name, was) for name, was in zip(self._modules, self._built.training, strict=True)],
             [required.get(name, was) for name, was in zip(self._parameters, self._built.requires_grad, strict=True)],
+            [syncs_buffers.get(name, was) for name, was in zip(self._wrappers, self._built.syncs_buffers, strict=True)],
             {name: value for name, value in process.items() if not name.startswith(_OF_BLOCKS)},
         )
 
-    def _put(self, training: Iterable[bool], requires_grad: Iterable[bool], process: Mapping[str, Any]) -> None:
+    def _put(
+        self,
+        training: Iterable[bool],
+        requires_grad: Iterable[bool],
+        syncs_buffers: Iterable[bool],
+        process: Mapping[str, Any],
+    ) -> None:
+        for wrapper, is_on in zip(self._wrappers.values(), syncs_buffers, strict=True):
+            setattr(wrapper, SYNCS_BUFFERS, is_on)
         for module, is_on in zip(self._modules.values(), training, strict=True):
             if module.training != is_on:
                 module.training = is_on
