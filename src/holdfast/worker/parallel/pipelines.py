@@ -6,8 +6,9 @@ it: in every new view all schedules are put back to where they were before their
 the activations and gradients of a step that broke.
 
 What finding out the shapes leaves behind would make a run with a fault another one than a run without: the numbers that
-dropout drew, the statistics that a batch norm counted, the gradients that were dropped. So it leaves nothing behind
-(`prepare`): generators, buffers and gradients are put back after it, in the first step of a run too.
+dropout drew, the statistics that a batch norm counted, the gradients that were dropped, a DDP that waits for a backward
+and reduces the first micro-batch. So it leaves nothing behind (`prepare`): generators, buffers, gradients and DDP's
+flags are put back after it, in the first step of a run too.
 
 A schedule is no part of the state, and is named in `job.track(pipeline=schedule)` all the same, so that it is found.
 These names of torch are private; they were seen in 2.13.
@@ -27,6 +28,7 @@ from torch import nn
 from holdfast.data.randomness import preserved_generators
 from holdfast.errors import ScriptError
 from holdfast.torch_compat import private
+from holdfast.worker.parallel.models import data_parallels
 
 SCHEDULES = "torch.distributed.pipelining.schedules"
 SINGLE = ("_stage_forward_initialized", "_stage_backward_initialized")
@@ -73,8 +75,16 @@ def _without_trace(modules: list[nn.Module]) -> Iterator[None]:
     """Put back, after this context, what a forward and a backward change."""
     buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
     gradients = [(parameter, parameter.grad) for module in modules for parameter in module.parameters()]
-    with preserved_generators():
-        yield
+    wrappers = data_parallels(modules)
+    flags = [(wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync) for wrapper in wrappers]
+    for wrapper in wrappers:
+        wrapper.require_backward_grad_sync = False
+    try:
+        with preserved_generators():
+            yield
+    finally:
+        for wrapper, (reduces, syncs_buffers) in zip(wrappers, flags, strict=True):
+            wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync = reduces, syncs_buffers
     with torch.no_grad():
         for buffer, copy in buffers:
             buffer.copy_(copy)
