@@ -312,12 +312,14 @@ def living_holders(
 ) -> Iterator[StateHolder]:
     """Yield what the live workers hold on nodes that stay, except the workers in `ended` and the nodes in `without`."""
     assert job.view is not None
+    all_ended = {*ended, *job.progress.failed, *job.progress.succeeded}
+    touched = {node_id for node_id, _ in all_ended}
     for member in job.view.members:
         if member.node_id in without or staying(job, member) is None:
             continue
+        is_touched = member.node_id in touched
         for local_rank, holder in enumerate(job.progress.holders.get(member.node_id, ())):
-            worker = (member.node_id, local_rank)
-            if holder and worker not in ended and not has_ended(job, worker):
+            if holder and not (is_touched and (member.node_id, local_rank) in all_ended):
                 yield holder
 
 

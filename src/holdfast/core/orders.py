@@ -97,8 +97,10 @@ class Serve(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
 
     def __post_init__(self) -> None:
         """Refuse sizes that do not fit the world, before anything is made of them."""
-        nodes, ranks = sum(n for _, n in self.node_sizes), sum(size * n for size, n in self.node_sizes)
-        if (nodes, ranks) != (self.group_world_size, self.world_size) or any(min(run) < 1 for run in self.node_sizes):
+        nodes, ranks, is_empty = 0, 0, False
+        for workers, count in self.node_sizes:  # one of these for each node of a view: no generators
+            nodes, ranks, is_empty = nodes + count, ranks + workers * count, is_empty or workers < 1 or count < 1
+        if (nodes, ranks) != (self.group_world_size, self.world_size) or is_empty:
             raise ValueError(f"{nodes} nodes with {ranks} ranks are not {self.group_world_size} with {self.world_size}")
         if self.weight_runs and sum(n for _, n in self.weight_runs) != self.world_size:
             raise ValueError("weights that are not those of all ranks")
@@ -320,7 +322,7 @@ def _serve(job: JobState, view: View, member: Member, common: CommonParts) -> Se
         keeps_workers=view.keeps_workers,
         planned=view.planned,
         strategy=view.strategy,
-        replaced=tuple(local_rank for node_id, local_rank in view.replaced if node_id == member.node_id),
+        replaced=tuple([local_rank for node_id, local_rank in view.replaced if node_id == member.node_id]),
         spares=_spares_beside(job, member),
         session=job.state.session,
         partners=common.peers(job.state.placement.partners.get(member.node_id, ())),
@@ -370,7 +372,10 @@ class CommonParts:
 
     def peers(self, node_ids: tuple[str, ...]) -> tuple[Peer, ...]:
         """Return these members of the view as peers, including one that is just being lost."""
-        return tuple(peer for node_id in node_ids if (peer := self._peers.get(node_id) or self._peer(node_id)))
+        if not node_ids:
+            return ()
+        known = self._peers
+        return tuple([peer for node_id in node_ids if (peer := known.get(node_id) or self._peer(node_id))])
 
     def _peer(self, node_id: str) -> Peer | None:
         node = self._job.nodes.get(node_id)
@@ -396,7 +401,8 @@ def _runs(values: Iterable[_T]) -> Iterator[tuple[_T, int]]:
 
 
 def _neighbours(job: JobState, node: Node, common: CommonParts) -> tuple[Peer, ...]:
-    return common.peers(tuple(member.node_id for member in peer_links.neighbours(job, node)))
+    near = common.peers(tuple([member.node_id for member in peer_links.near(job, node)]))
+    return tuple([peer for peer in near if peer.bulk_port > 0])
 
 
 def _spares_beside(job: JobState, member: Member) -> int:
@@ -405,7 +411,7 @@ def _spares_beside(job: JobState, member: Member) -> int:
     if job.state.session is None or is_dumping(job):
         return 0
     empty = job.nodes[member.node_id].info.workers - member.workers
-    return job.settings.spares + (empty if may_resize(job) else 0)
+    return job.settings.spares + (empty if empty and may_resize(job) else 0)
 
 
 def _is_of_ended_job(job: JobState, record: r.NodeRefused) -> bool:

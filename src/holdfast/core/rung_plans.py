@@ -14,6 +14,7 @@ import msgspec
 from holdfast.core import rung_tries
 from holdfast.core.assess import ended_workers, living_holders, own_errors, signature_of, suspects
 from holdfast.core.health.reputation import preference
+from holdfast.core.node_sets import what_is_missing
 from holdfast.core.state import JobState, Node
 from holdfast.core.state_coverage import WorkerKey, missing_shards
 from holdfast.core.strategies import Strategy
@@ -402,8 +403,10 @@ def keeps_full_state(job: JobState, plan: RungPlan) -> bool:
     full, ended = job.held.full, {node_id for node_id, _ in plan.replaced}
     if any(place.node_id in full and place.node_id not in ended for place in plan.places):
         return True
-    stay = {place.node_id for place in plan.places}
-    return not missing_shards(living_holders(job, plan.replaced, set(job.members) - stay))
+    left_out = job.members.keys() - {place.node_id for place in plan.places}
+    if not plan.replaced and left_out <= job.sets.off.keys():
+        return not what_is_missing(job)  # known: all go on that can
+    return not missing_shards(living_holders(job, plan.replaced, left_out))
 
 
 def _processes(damage: ViewDamage) -> str:

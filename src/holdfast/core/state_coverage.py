@@ -92,17 +92,19 @@ def carry_holders(holders: NodeHolders, dead: Collection[int], workers: int) -> 
 
 def missing_shards(holders: Iterable[StateHolder]) -> str:
     """Return what is missing of a complete copy, in words; empty if nothing is."""
-    groups: list[list[StateHolder]] = []
-    last: list[StateHolder] = []
+    groups: list[tuple[ShardLayout, list[int]]] = []
+    last: ShardLayout | None = None
+    ranks: list[int] = []
     for holder in holders:
-        if holder.layout.shards == 1 and not holder.layout.per_rank:
-            return ""
-        if not last or not _same(holder, last[0]):
-            last = next((group for group in groups if _same(holder, group[0])), [])
-        if not last:
-            groups.append(last)
-        last.append(holder)
-    missing = [_missing(group[0].layout, group) for group in groups]
+        if holder.layout is not last:  # almost always it is: layouts of a thousand nodes are long to compare
+            last = holder.layout
+            if last.shards == 1 and not last.per_rank:
+                return ""
+            ranks = next((group for layout, group in groups if layout == last), [])
+            if not ranks:
+                groups.append((last, ranks))
+        ranks.append(holder.rank)
+    missing = [_missing(layout, set(group)) for layout, group in groups]
     if not missing:
         return "no worker that holds the state is left"
     fewest = min(missing, key=len)
@@ -112,31 +114,28 @@ def missing_shards(holders: Iterable[StateHolder]) -> str:
     return f"{fewest[0]}{more} has no live copy left"
 
 
-def _same(one: StateHolder, other: StateHolder) -> bool:
-    return one.layout is other.layout or one.layout == other.layout  # layouts of a thousand nodes are long
+def _missing(layout: ShardLayout, held: set[int]) -> list[str]:
+    shards = [f"shard {shard} of {layout.shards}" for shard in _missing_shards(layout, held)]
+    return shards + [f"the own state of rank {rank}" for rank in _missing_ranks(layout, held)]
 
 
-def _missing(layout: ShardLayout, holders: list[StateHolder]) -> list[str]:
-    shards = [f"shard {shard} of {layout.shards}" for shard in _missing_shards(layout, holders)]
-    return shards + [f"the own state of rank {rank}" for rank in _missing_ranks(layout, holders)]
-
-
-def _missing_ranks(layout: ShardLayout, holders: list[StateHolder]) -> list[int]:
-    """Return the ranks whose own state is lost."""
+def _missing_ranks(layout: ShardLayout, held: set[int]) -> list[int]:
+    """Return the ranks whose own state is lost; `held` are those whose state there is."""
     if not layout.per_rank:
         return []
-    held = {holder.rank for holder in holders}
     missing = [rank for rank in range(layout.world_size) if rank not in held]
     return [rank for rank in missing if not _is_replicated(layout, rank, layout.local_replicas, held)]
 
 
-def _missing_shards(layout: ShardLayout, holders: list[StateHolder]) -> list[int]:
-    held = {layout.shard_map.shard_of(holder.rank) for holder in holders}
-    missing = [shard for shard in range(layout.shards) if shard not in held]
+def _missing_shards(layout: ShardLayout, held: set[int]) -> list[int]:
+    shards, shard_map = layout.shards, layout.shard_map
+    held_shards = held if shards == layout.world_size else {shard_map.shard_of(rank) for rank in held}
+    if len(held_shards) == shards:
+        return []
+    missing = [shard for shard in range(shards) if shard not in held_shards]
     if missing and layout.replicas:
-        ranks_left = {holder.rank for holder in holders}
-        lonely = lonely_shards(layout.shard_map, layout.first_ranks, layout.world_size)
-        missing = [shard for shard in missing if shard not in lonely or not _is_copied(layout, shard, ranks_left)]
+        lonely = lonely_shards(shard_map, layout.first_ranks, layout.world_size)
+        missing = [shard for shard in missing if shard not in lonely or not _is_copied(layout, shard, held)]
     return missing
 
 

@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
@@ -38,27 +38,34 @@ class Turn(msgspec.Struct, frozen=True):
 
 def transact(job: JobState, events: Iterable[Event], now: float) -> Turn:
     """Apply all events before anything is concluded, as a complete picture decides better."""
-    done = Turn([], [])
+    return _with_orders(job, advance(job, events, now))
+
+
+def advance(job: JobState, events: Iterable[Event], now: float) -> Iterator[r.Record]:
+    """Take events in as `transact` does, without making orders: yield each record when it has been applied."""
     for event in events:
         for record in decide(job, event, now):
-            _apply(job, record, done)
+            yield _applied(job, record)
     for _ in range(CONCLUSIONS_MAX):
         conclusion = conclude(job, now)
         if conclusion is None:
-            return done
-        _apply(job, conclusion, done)
+            return
+        yield _applied(job, conclusion)
     raise AssertionError("the policy does not terminate")
 
 
 def begin(job: JobState, job_id: str, settings: Settings, now: float) -> Turn:
     """Open the next term of a job, creating the job in its first."""
-    done = Turn([], [])
+    return _with_orders(job, _begun(job, job_id, settings, now))
+
+
+def _begun(job: JobState, job_id: str, settings: Settings, now: float) -> Iterator[r.Record]:
     if job.term == 0:
-        _apply(job, r.JobCreated(at=now, job_id=job_id, settings=settings), done)
+        yield _applied(job, r.JobCreated(at=now, job_id=job_id, settings=settings))
         deadline = now + settings.join_timeout_s
-        _apply(job, r.GatheringBegan(at=now, deadline=deadline, why="not enough nodes have joined yet"), done)
-    _apply(job, r.TermBegan(at=now, term=job.term + 1), done)
-    return done
+        why = "not enough nodes have joined yet"
+        yield _applied(job, r.GatheringBegan(at=now, deadline=deadline, why=why))
+    yield _applied(job, r.TermBegan(at=now, term=job.term + 1))
 
 
 def replay(records: Iterable[r.Record]) -> JobState:
@@ -69,10 +76,18 @@ def replay(records: Iterable[r.Record]) -> JobState:
     return job
 
 
-def _apply(job: JobState, record: r.Record, done: Turn) -> None:
+def _applied(job: JobState, record: r.Record) -> r.Record:
     check_next(job, record)
     evolve(job, record)
-    done.records.append(record)
-    following = orders(job, record)
-    check_orders(following)
-    done.orders.extend(following)
+    return record
+
+
+def _with_orders(job: JobState, applied: Iterable[r.Record]) -> Turn:
+    """Collect the records with the orders that follow from each, in the state it led to."""
+    done = Turn([], [])
+    for record in applied:
+        done.records.append(record)
+        following = orders(job, record)
+        check_orders(following)
+        done.orders.extend(following)
+    return done

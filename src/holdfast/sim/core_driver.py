@@ -1,7 +1,7 @@
 """The contract of core/transact.py with simulated time.
 
     1. collect the events of a moment              simulated_fleet.py
-    2. decide, evolve, conclude                    core.transact, as in the master
+    2. decide, evolve, conclude, check             core.transact.advance, as in the master
     3. journal                                     left out: a simulated master does not die
     4. let the orders out                          on demand, see below
     5. come back at `next_deadline`                the event loop of simulation.py
@@ -12,17 +12,15 @@ an agent reads its own: a simulated agent asks for it (`order_for`) when it is a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from holdfast.core import records as r
-from holdfast.core.decide import decide
 from holdfast.core.events import Event
-from holdfast.core.evolve import evolve
 from holdfast.core.orders import Order, standing_order
-from holdfast.core.policy import conclude, next_deadline
+from holdfast.core.policy import next_deadline
 from holdfast.core.settings import Settings
 from holdfast.core.state import JobState
-from holdfast.core.transact import CONCLUSIONS_MAX, begin
+from holdfast.core.transact import advance, begin
 
 
 class CoreDriver:
@@ -36,23 +34,13 @@ class CoreDriver:
         self._is_deadline_known = False
         self.began = begin(self.job, job_id, settings, now).records
 
-    def take(self, events: Iterable[Event], now: float) -> list[r.Record]:
+    def take(self, events: Sequence[Event], now: float) -> list[r.Record]:
         """Take all events of a moment in, then conclude until nothing more follows; return the records."""
-        job, made = self.job, []
         self._is_deadline_known = False
-        for event in events:
-            self.events += 1
-            for decided in decide(job, event, now):
-                evolve(job, decided)
-                made.append(decided)
-        for _ in range(CONCLUSIONS_MAX):
-            concluded = conclude(job, now)
-            if concluded is None:
-                self.records += len(made)
-                return made
-            evolve(job, concluded)
-            made.append(concluded)
-        raise AssertionError("the policy does not terminate")
+        self.events += len(events)
+        made = list(advance(self.job, events, now))
+        self.records += len(made)
+        return made
 
     def deadline(self) -> float | None:
         """Return when the core wants to be asked again without an event. It is computed once after each turn."""

@@ -35,28 +35,31 @@ TIMEOUT_S = 6.0
 """For the answers; an agent gives up earlier."""
 ALL_MAX = 9
 """Up to as many members, each probes all others."""
-DISTANCES = (1, 2, 4, 8)
+DISTANCES = (1, 2, 4, 8, -1, -2, -4, -8)
+"""Between group ranks. Shorter than ALL_MAX, so that none leads a node of a larger job to itself."""
 RESTORED_AFTER_S = 60.0
 RESTORED_AFTER_MAX_S = 3600.0
 
 
 def neighbours(job: JobState, node: Node) -> list[Member]:
     """Return the members of the view whose links a node probes: others than itself, on a port of theirs."""
-    if job.view is None or not isinstance(job.phase, Serving):
-        return []
-    members = job.view.members
-    own = job.members.get(node.node_id)
-    if len(members) <= ALL_MAX or own is None:
-        near = list(members[: ALL_MAX + 1])
-    else:
-        places = {(own.group_rank + sign * distance) % len(members) for distance in DISTANCES for sign in (1, -1)}
-        near = [members[place] for place in sorted(places)]
-    return [m for m in near if m.node_id != node.node_id and _has_port(job, m)]
+    return [member for member in near(job, node) if _has_port(job, member)]
 
 
 def _has_port(job: JobState, member: Member) -> bool:
     node = job.nodes.get(member.node_id)
     return node is not None and node.info.bulk_port > 0
+
+
+def near(job: JobState, node: Node) -> list[Member]:
+    """Return the members of the view that are a node's neighbours if they have a port."""
+    if job.view is None or not isinstance(job.phase, Serving):
+        return []
+    members = job.view.members
+    own = job.members.get(node.node_id)
+    if len(members) <= ALL_MAX or own is None:
+        return [member for member in members[: ALL_MAX + 1] if member.node_id != node.node_id]
+    return [members[rank] for rank in sorted({(own.group_rank + distance) % len(members) for distance in DISTANCES})]
 
 
 def is_asked(job: JobState, node: Node) -> bool:
