@@ -242,6 +242,31 @@ class Machine(RuleBasedStateMachine):
     def one_sleeps_others_wait_or_something_moves(self, pick: int, what: str) -> None:
         getattr(self.fleet, what)(self.pick(pick, self.speaking()))
 
+    def stuck(self) -> list[Agent]:
+        """The agents of all members, where each has workers of this view at work and can tell; none otherwise."""
+        number, members = self.world.view_number, set(self.world.job.members)
+        here = [a for a in self.speaking() if a.reachable and a.serve and a.serve.view == number]
+        return here if self.world.serving and members and {a.node_id for a in here} == members else []
+
+    @precondition(lambda self: self.stuck())
+    @rule(first=picks, apart_s=st.sampled_from([0.0, 1.0, 55.0]))
+    def no_member_ever_moves_again(self, first: int, apart_s: float) -> None:
+        """Liveness: each node tells once, when it is beyond its own limit. That must not go unnoticed."""
+        self.all_orders_and_reports_arrive(1)
+        agents, number = self.stuck(), self.world.view_number
+        for index in range(len(agents)):
+            if self.world.finished or self.world.view_number > number:
+                return
+            self.fleet.stall(agents[(first + index) % len(agents)])
+            self.fleet.deliver(len(self.fleet.mail) - 1)
+            self.world.wait(apart_s)
+            self.fleet.route()
+        self.world.wait(self.world.settings.join_timeout_s + self.world.settings.wait_for_nodes_s)
+        self.fleet.route()
+        decided = [record for record in self.world.history if isinstance(record, r.IncidentDecided)]
+        is_noticed = self.world.view_number > number or any(one.view == number for one in decided)
+        assert not agents or is_noticed or self.world.finished, "nobody moves, and nobody noticed"
+
     @precondition(lambda self: any(a.parked < a.wanted for a in self.fleet.agents))
     @rule(pick=picks)
     def a_spare_parks(self, pick: int) -> None:

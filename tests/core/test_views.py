@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from holdfast.core.views import Member, NodeCandidate, assign_group_ranks, choose, make_members
@@ -139,3 +141,21 @@ def test_each_role_counts_its_own_ranks() -> None:
     assert role_ranks(by_node["b"]) == (0, 3)
     assert role_ranks(by_node["c"]) == (2, 6)
     assert by_node["c"].first_rank == 5
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_members_that_stay_as_they_are_make_the_same_view_and_are_not_made_again(seed: int) -> None:
+    chance = random.Random(seed)
+    roles = ["default"] if seed % 2 else ["trainer", "reader"]
+
+    def node(number: int, at: int | None) -> NodeCandidate:
+        return candidate(f"n{number}", number, at=at, workers=chance.choice([1, 2]), role=chance.choice(roles))
+
+    first = make_members([node(number, number) for number in range(12)])
+    kept = [m for m in first if chance.random() < 0.8 and m.group_rank < 9]
+    stay = [candidate(m.node_id, m.group_rank, at=m.group_rank, workers=m.workers, role=m.role) for m in kept]
+    newcomers = [node(20 + number, None) for number in range(9 - len(kept))]
+    expected = make_members(assign_group_ranks([*stay, *newcomers]))
+    found = make_members(assign_group_ranks(newcomers, kept))
+    assert found == expected
+    assert [m for m in found if any(m is one for one in kept)] == [m for m in expected if m in kept]

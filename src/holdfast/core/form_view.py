@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from holdfast.core import records as r
 from holdfast.core.batch_shares import carried
@@ -41,12 +41,15 @@ def form_restart_view(job: JobState, eligible: list[Node], now: float, why: str)
 
 def form_recovery_view(job: JobState, plan: RungPlan, now: float, why: str) -> r.ViewFormed | None:
     """Return the next view, in which live workers keep running; None until a member has offered a store."""
-    view = _assemble(job, _placed(job, plan.places), plan)
+    seated, moved = _placed(job, plan.places)
+    view = _assemble(job, moved, plan, seated)
     return r.ViewFormed(at=now, view=view, why=why) if view else None
 
 
-def _assemble(job: JobState, candidates: Iterable[NodeCandidate], plan: RungPlan | None = None) -> View | None:
-    members = make_members(assign_group_ranks(list(candidates)))
+def _assemble(
+    job: JobState, candidates: list[NodeCandidate], plan: RungPlan | None = None, seated: Iterable[Member] = ()
+) -> View | None:
+    members = make_members(assign_group_ranks(candidates, seated))
     host = next((m.node_id for m in members if job.nodes[m.node_id].store_port), None)
     if host is None:
         return None
@@ -89,17 +92,32 @@ def _candidate(node: Node, member: Member | None) -> NodeCandidate:
     )
 
 
-def _placed(job: JobState, places: Iterable[PlannedNode]) -> list[NodeCandidate]:
-    with_nodes = ((place, job.nodes[place.node_id]) for place in places)
-    return [
-        NodeCandidate(
-            node_id=node.node_id,
-            incarnation=node.incarnation,
-            workers=place.workers,
-            role=node.info.role,
-            requested_rank=node.info.requested_rank,
-            join_order=node.join_order,
-            current_rank=place.group_rank,
+def _placed(job: JobState, places: Sequence[PlannedNode]) -> tuple[list[Member], list[NodeCandidate]]:
+    """Return the members that stay as they are, and all others."""
+    members, nodes, size = job.members, job.nodes, len(places)
+    seated: list[Member] = []
+    moved: list[NodeCandidate] = []
+    for place in places:
+        node, member = nodes[place.node_id], members.get(place.node_id)
+        is_same = member is not None and (member.incarnation, member.workers, member.group_rank) == (
+            node.incarnation,
+            place.workers,
+            place.group_rank,
         )
-        for place, node in with_nodes
-    ]
+        if is_same and member is not None and member.group_rank < size:
+            seated.append(member)
+        else:
+            moved.append(_moved(node, place))
+    return seated, moved
+
+
+def _moved(node: Node, place: PlannedNode) -> NodeCandidate:
+    return NodeCandidate(
+        node_id=node.node_id,
+        incarnation=node.incarnation,
+        workers=place.workers,
+        role=node.info.role,
+        requested_rank=node.info.requested_rank,
+        join_order=node.join_order,
+        current_rank=place.group_rank,
+    )

@@ -153,9 +153,8 @@ def changed_members(before: Mapping[str, Member], view: View) -> ChangedMembers:
     others = [
         member.node_id
         for member in view.members
-        if (former := before.get(member.node_id)) is None
-        or former.workers != member.workers
-        or former.incarnation != member.incarnation
+        if (former := before.get(member.node_id)) is not member
+        and (former is None or former.workers != member.workers or former.incarnation != member.incarnation)
     ]
     new = sum(node_id not in before for node_id in others)
     if len(view.members) - new == len(before):

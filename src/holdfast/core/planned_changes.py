@@ -39,7 +39,6 @@ from holdfast.core.assess import (
     is_spare_doubtful,
     is_verdict_pending,
     members_gone,
-    staying,
 )
 from holdfast.core.batch_shares import can_shift, shifted
 from holdfast.core.form_view import awaits_store
@@ -108,7 +107,7 @@ def is_quiet(job: JobState) -> bool:
 
 def _replace_leaving(job: JobState) -> RungPlan | None:
     assert job.view is not None
-    leaving = [m for m in job.view.members if staying(job, m) is None]
+    leaving = [m for m in job.view.members if m.node_id in job.sets.off]
     substitutes, left = find_substitutes(job, standby(job), leaving), {m.node_id for m in leaving}
     nodes = [(m, substitutes[m.node_id].node_id if m.node_id in substitutes else m.node_id) for m in job.view.members]
     places = [

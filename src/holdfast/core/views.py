@@ -73,11 +73,16 @@ def choose(candidates: Iterable[NodeCandidate], nodes_max: int) -> list[NodeCand
     return ranked[:nodes_max]
 
 
-def assign_group_ranks(chosen: Sequence[NodeCandidate]) -> list[NodeCandidate]:
-    """Return the candidates in the order of their new group ranks, by the rule of stable ranks."""
-    size = len(chosen)
-    by_rank: list[NodeCandidate | None] = [None] * size
+def assign_group_ranks(chosen: Sequence[NodeCandidate], seated: Iterable[Member] = ()) -> list[NodeCandidate | Member]:
+    """Return the candidates in the order of their new group ranks, by the rule of stable ranks. `seated` are members
+    that stay as they are, each with a group rank of its own that the new size has."""
+    seated = tuple(seated)
+    size = len(chosen) + len(seated)
+    by_rank: list[NodeCandidate | Member | None] = [None] * size
     waiting: list[NodeCandidate] = []
+    for member in seated:
+        assert by_rank[member.group_rank] is None, f"two members of rank {member.group_rank} stay"
+        by_rank[member.group_rank] = member
 
     newcomers = sorted((c for c in chosen if c.current_rank is None), key=lambda c: c.join_order)
     stay = ((c, c.current_rank) for c in chosen if c.current_rank is not None)
@@ -90,8 +95,9 @@ def assign_group_ranks(chosen: Sequence[NodeCandidate]) -> list[NodeCandidate]:
     return [placed if placed is not None else next(queue) for placed in by_rank]
 
 
-def make_members(ordered: Sequence[NodeCandidate]) -> tuple[Member, ...]:
-    """Return members with their ranks, from candidates in group-rank order."""
+def make_members(ordered: Sequence[NodeCandidate | Member]) -> tuple[Member, ...]:
+    """Return members with their ranks, from candidates in group-rank order. A member whose ranks stay is taken as it
+    is: most of a large view do."""
     role_sizes: dict[str, int] = {}
     for candidate in ordered:
         role_sizes[candidate.role] = role_sizes.get(candidate.role, 0) + candidate.workers
@@ -101,6 +107,15 @@ def make_members(ordered: Sequence[NodeCandidate]) -> tuple[Member, ...]:
     role_next: dict[str, int] = dict.fromkeys(role_sizes, 0)
     for group_rank, candidate in enumerate(ordered):
         role, workers = candidate.role, candidate.workers
+        if type(candidate) is Member:
+            role_first_rank = role_next[role] if has_roles else first_rank
+            places = (candidate.group_rank, candidate.first_rank, candidate.role_first_rank, candidate.role_world_size)
+            if places == (group_rank, first_rank, role_first_rank, role_sizes[role]):
+                members.append(candidate)
+                first_rank += workers
+                if has_roles:
+                    role_next[role] += workers
+                continue
         members.append(
             Member(
                 node_id=candidate.node_id,
