@@ -473,8 +473,36 @@ def test_links_that_break_together_have_longer_to_come_back() -> None:
     world.wait(allowed_s - 0.01)
     assert not any(isinstance(record, r.NodeLost) for record in world.history)
     world.do(*(world.hello(node_id) for node_id in nodes[:115]))
+    world.wait(0.01)
     lost = [record.node_id for record in world.history if isinstance(record, r.NodeLost)]
     assert lost == [nodes[115]], "the others are back, and it had its time"
+
+
+def test_links_that_come_back_one_after_another_are_waited_for() -> None:
+    """At the pace that is allowed for, the last of them is as welcome as the first."""
+    nodes = [f"n{number:03}" for number in range(216)]
+    world = World(nodes=(100, 216)).gather(*nodes)
+    world.careful = False
+    world.do(*(world.broke(node_id) for node_id in nodes))
+    for node_id in nodes:
+        world.wait(RECONNECT_S)
+        world.do(world.hello(node_id))
+    assert not [record for record in world.history if isinstance(record, r.NodeLost)]
+
+
+def test_one_that_stays_away_is_lost_soon_after_the_last_has_come_back() -> None:
+    nodes = [f"n{number:03}" for number in range(216)]
+    world = World(nodes=(100, 216)).gather(*nodes)
+    world.do(*(world.broke(node_id) for node_id in nodes))
+    world.wait(0.2)
+    world.do(*(world.hello(node_id) for node_id in nodes[1:]))
+    world.wait(world.settings.reconnect_grace_s - 0.01)
+    assert not [record for record in world.history if isinstance(record, r.NodeLost)]
+    world.wait(0.02)
+    assert only(world.history, r.NodeLost).node_id == nodes[0]
+    world.do(world.broke(nodes[1]))
+    world.wait(world.settings.reconnect_grace_s)
+    assert nodes[1] not in world.job.sets.alive, "what was before does not count"
 
 
 def test_a_few_links_have_the_grace_alone() -> None:

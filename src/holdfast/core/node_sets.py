@@ -44,6 +44,10 @@ OF_NO_NODE = (
 """Records that name a node and change nothing that is kept of it."""
 
 
+OF_THE_PAST = frozenset({"deadlines", "broken_together", "restored_at"})
+"""What does not follow from the nodes as they are."""
+
+
 @dataclass
 class NodeSets:
     """Which nodes are what."""
@@ -64,6 +68,10 @@ class NodeSets:
     """Alive, with a broken connection; each with its deadline."""
     deadlines: list[tuple[float, int, str]] = field(default_factory=list)
     """The same as a heap, with entries that are out of date; the first never is."""
+    broken_together: int = 0
+    """How many connections were broken at once, at most, since the last time that none was."""
+    restored_at: float = 0.0
+    """When a connection came back last."""
     doubtful: NodeIds = field(default_factory=dict)
     stores: NodeIds = field(default_factory=dict)
     """Those that have offered a store."""
@@ -137,6 +145,8 @@ def follow(job: JobState, record: r.Record, changed: ChangedMembers | None) -> N
     else:
         for node_id in _named(record):
             _look_at(job, job.sets, node_id)
+    if isinstance(record, r.LinkRestored):
+        job.sets.restored_at = record.at
     if isinstance(record, OF_ALL_HOLDERS):
         _count_changed(job)
     elif isinstance(record, r.WorkerFailedRecord):
@@ -180,7 +190,7 @@ def _named(record: r.Record) -> tuple[str, ...]:
 def differences(job: JobState) -> list[str]:
     """Return what is kept and does not follow from the job; nothing, unless there is a bug."""
     sets, held = _all_nodes(job), _all_holders(job)
-    names = [name for name in vars(sets) if name != "deadlines"]
+    names = [name for name in vars(sets) if name not in OF_THE_PAST]
     kept = [(name, getattr(job.sets, name), getattr(sets, name)) for name in names]
     found = [f"{name}: {known}, not {due}" for name, known, due in kept if known != due]
     if job.sets.first_deadline != min(sets.unlinked.values(), default=None):
@@ -260,6 +270,7 @@ def _put_unlinked(sets: NodeSets, node_id: str, node: Node | None) -> None:
     else:
         sets.unlinked[node_id] = deadline
         heapq.heappush(sets.deadlines, (deadline, node.join_order, node_id))
+    sets.broken_together = max(sets.broken_together, len(sets.unlinked)) if sets.unlinked else 0
     while sets.deadlines and sets.unlinked.get(sets.deadlines[0][2]) != sets.deadlines[0][0]:
         heapq.heappop(sets.deadlines)
 

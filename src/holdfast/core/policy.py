@@ -165,9 +165,14 @@ def _overdue_link(job: JobState, now: float) -> r.NodeLost | None:
 
 def _first_verdict_at(job: JobState) -> float | None:
     """Return when the first node whose link is broken is lost. Many that break together were not all lost: their agents
-    connect again one after another, and a master that was slow has yet to hear them."""
-    at = job.sets.first_deadline
-    return None if at is None else at + reconnect_allowance(len(job.sets.unlinked))
+    connect again one after another, and a master that was slow has yet to hear them. So while they come back, the last
+    has as long as all of them may take; those that are left when no more come do not."""
+    sets = job.sets
+    at = sets.first_deadline
+    if at is None:
+        return None
+    ends_at = max(at + reconnect_allowance(len(sets.unlinked)), sets.restored_at + job.settings.reconnect_grace_s)
+    return min(ends_at, at + reconnect_allowance(sets.broken_together))
 
 
 def _cleared(job: JobState, now: float) -> r.NodeCleared | None:
