@@ -11,6 +11,7 @@ import pytest
 from holdfast.core import events as e
 from holdfast.core import orders as o
 from holdfast.core import records as r
+from holdfast.core import transact as core_transact
 from holdfast.core.decide import decide
 from holdfast.core.policy import next_deadline
 from holdfast.core.settings import RECONNECT_S
@@ -503,6 +504,16 @@ def test_one_that_stays_away_is_lost_soon_after_the_last_has_come_back() -> None
     world.do(world.broke(nodes[1]))
     world.wait(world.settings.reconnect_grace_s)
     assert nodes[1] not in world.job.sets.alive, "what was before does not count"
+
+
+def test_all_nodes_may_be_lost_at_once_at_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each loss is a conclusion of its own: at a hundred thousand nodes that was taken for a policy without an end."""
+    monkeypatch.setattr(core_transact, "CONCLUSIONS_MAX", 20)
+    nodes = [f"n{number:02}" for number in range(60)]
+    world = World(nodes=(1, 60), restarts=3).run(*nodes)
+    world.restart_master()
+    world.wait(60.0)
+    assert len([record for record in world.history if isinstance(record, r.NodeLost)]) == 60
 
 
 def test_a_few_links_have_the_grace_alone() -> None:

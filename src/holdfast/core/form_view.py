@@ -99,12 +99,13 @@ def _placed(job: JobState, places: Sequence[PlannedNode]) -> tuple[list[Member],
     moved: list[NodeCandidate] = []
     for place in places:
         node, member = nodes[place.node_id], members.get(place.node_id)
-        is_same = member is not None and (member.incarnation, member.workers, member.group_rank) == (
-            node.incarnation,
-            place.workers,
-            place.group_rank,
-        )
-        if is_same and member is not None and member.group_rank < size:
+        if (
+            member is not None
+            and member.group_rank == place.group_rank
+            and member.workers == place.workers
+            and member.incarnation == node.incarnation
+            and member.group_rank < size
+        ):
             seated.append(member)
         else:
             moved.append(_moved(node, place))

@@ -25,8 +25,9 @@ from holdfast.core.policy import conclude
 from holdfast.core.settings import Settings
 from holdfast.core.state import JobState
 
-CONCLUSIONS_MAX = 100_000
-"""More than this in one transaction means that the policy goes round in circles: a bug."""
+CONCLUSIONS_MAX, CONCLUSIONS_OF_A_NODE_MAX = 10_000, 10
+"""More than this in one transaction, with as many more for each node, means that the policy goes round in circles: a
+bug. All nodes may be lost in one."""
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -46,7 +47,7 @@ def advance(job: JobState, events: Iterable[Event], now: float) -> Iterator[r.Re
     for event in events:
         for record in decide(job, event, now):
             yield _applied(job, record)
-    for _ in range(CONCLUSIONS_MAX):
+    for _ in range(CONCLUSIONS_MAX + CONCLUSIONS_OF_A_NODE_MAX * len(job.nodes)):
         conclusion = conclude(job, now)
         if conclusion is None:
             return

@@ -107,27 +107,27 @@ def make_members(ordered: Sequence[NodeCandidate | Member]) -> tuple[Member, ...
     role_next: dict[str, int] = dict.fromkeys(role_sizes, 0)
     for group_rank, candidate in enumerate(ordered):
         role, workers = candidate.role, candidate.workers
-        if type(candidate) is Member:
-            role_first_rank = role_next[role] if has_roles else first_rank
-            places = (candidate.group_rank, candidate.first_rank, candidate.role_first_rank, candidate.role_world_size)
-            if places == (group_rank, first_rank, role_first_rank, role_sizes[role]):
-                members.append(candidate)
-                first_rank += workers
-                if has_roles:
-                    role_next[role] += workers
-                continue
-        members.append(
-            Member(
+        role_first_rank = role_next[role] if has_roles else first_rank
+        if (
+            type(candidate) is Member
+            and candidate.role_world_size == role_sizes[role]
+            and candidate.first_rank == first_rank
+            and candidate.role_first_rank == role_first_rank
+            and candidate.group_rank == group_rank
+        ):
+            member = candidate
+        else:
+            member = Member(
                 node_id=candidate.node_id,
                 incarnation=candidate.incarnation,
                 group_rank=group_rank,
                 first_rank=first_rank,
                 workers=workers,
                 role=role,
-                role_first_rank=role_next[role] if has_roles else first_rank,
+                role_first_rank=role_first_rank,
                 role_world_size=role_sizes[role],
             )
-        )
+        members.append(member)
         first_rank += workers
         if has_roles:
             role_next[role] += workers
