@@ -84,6 +84,7 @@ def step_times(world: World, node_id: str) -> e.Event:
 EVENTS: dict[str, Callable[[World], list[e.Event]]] = {
     "nothing": lambda world: [],
     "a spare's link breaks": lambda world: [world.broke(spare_of(world))],
+    "a member's link breaks and comes back": lambda world: [world.broke("n3"), world.hello("n3", bulk_port=7)],
     "a spare is lost": lambda world: [world.silent(spare_of(world))],
     "a spare comes": lambda world: [world.hello("late")],
     "a store is offered": lambda world: [

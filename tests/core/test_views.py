@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from holdfast.core.views import Member, NodeCandidate, assign_group_ranks, choose, make_members
+from holdfast.core.views import Member, NodeCandidate, View, assign_group_ranks, choose, make_members, shape_of
 
 
 def candidate(
@@ -133,9 +133,20 @@ def test_each_role_counts_its_own_ranks() -> None:
         ]
     )
     by_node = {m.node_id: m for m in members}
+    view = View(
+        number=1,
+        members=members,
+        world_size=9,
+        store_node_id="a",
+        store_host="",
+        store_port=1,
+        restart_count=0,
+        keeps_workers=False,
+    )
+    role_sizes = shape_of(view).role_sizes
 
     def role_ranks(member: Member) -> tuple[int, int]:
-        return member.role_first_rank, member.role_world_size
+        return member.role_first_rank, role_sizes[member.role]
 
     assert role_ranks(by_node["a"]) == (0, 6)
     assert role_ranks(by_node["b"]) == (0, 3)

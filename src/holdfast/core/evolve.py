@@ -41,7 +41,7 @@ from holdfast.core.state import (
 )
 from holdfast.core.state_coverage import NodeHolders, ShardLayout, StateHolder, carry_holders, layout_of, revised
 from holdfast.core.strategies import Strategy
-from holdfast.core.views import Member, View
+from holdfast.core.views import Member, View, shape_of
 
 SEVERITY: tuple[r.IncidentKind, ...] = ("planned", "node", "worker")
 
@@ -265,6 +265,7 @@ def _form_view(job: JobState, record: r.ViewFormed, changed: ChangedMembers) -> 
     job.incidents.faults_per_node_day = fault_rate(job.incidents.faults, job.incidents.node_s)
     job.incidents.views_formed_at = [*job.incidents.views_formed_at[-VIEW_TIMES_MAX + 1 :], record.at]
     job.view, job.members, job.progress = view, {m.node_id: m for m in view.members}, progress
+    job.shape = shape_of(view)
     if not view.keeps_workers:
         sample_audit.begin_run(job.data.audit, view.number)
         shard_leases.begin_run(job.data.streams, view.number)

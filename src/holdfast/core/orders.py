@@ -4,10 +4,9 @@ missed the one before, ends up the same."""
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cached_property
-from itertools import accumulate, groupby
-from typing import TypeVar
+from itertools import accumulate
 
 import msgspec
 
@@ -21,11 +20,8 @@ from holdfast.core.rung_plans import is_member, may_resize, standby
 from holdfast.core.snapshot_interval import FAULTS_PER_NODE_DAY
 from holdfast.core.state import Draining, Finished, Gathering, JobState, Node, Serving
 from holdfast.core.strategies import Strategy
-from holdfast.core.views import Member, View
+from holdfast.core.views import Member, Runs, View
 from holdfast.core.wording import counted
-
-Runs = tuple[tuple[int, int], ...]
-_T = TypeVar("_T")
 
 
 class Peer(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -311,14 +307,14 @@ def _serve(job: JobState, view: View, member: Member, common: CommonParts) -> Se
         first_rank=member.first_rank,
         world_size=view.world_size,
         role_first_rank=member.role_first_rank,
-        role_world_size=member.role_world_size,
+        role_world_size=job.shape.role_sizes[member.role],
         store_host=view.store_host,
         store_port=view.store_port,
         store_here=view.store_node_id == member.node_id,
         restart_count=view.restart_count,
         restarts_max=job.settings.restarts_max,
         workers=member.workers,
-        node_sizes=common.node_sizes,
+        node_sizes=job.shape.node_sizes,
         keeps_workers=view.keeps_workers,
         planned=view.planned,
         strategy=view.strategy,
@@ -328,7 +324,7 @@ def _serve(job: JobState, view: View, member: Member, common: CommonParts) -> Se
         partners=common.peers(job.state.placement.partners.get(member.node_id, ())),
         replica_owners=common.peers(job.state.placement.owners.get(member.node_id, ())),
         parity=common.peers(job.state.parity_groups.get(member.node_id, ())),
-        weight_runs=common.weight_runs,
+        weight_runs=job.shape.weight_runs,
         run=common.run,
         faults_per_node_day=job.incidents.faults_per_node_day,
         neighbours=_neighbours(job, job.nodes[member.node_id], common),
@@ -351,18 +347,6 @@ class CommonParts:
     def __init__(self, job: JobState) -> None:
         self._job = job
         self._peers: dict[str, Peer] = {}
-
-    @cached_property
-    def node_sizes(self) -> Runs:
-        """Return the workers of each node, as runs."""
-        assert self._job.view is not None
-        return tuple(_runs(member.workers for member in self._job.view.members))
-
-    @cached_property
-    def weight_runs(self) -> tuple[tuple[float, int], ...]:
-        """Return the weight of each rank, as runs."""
-        assert self._job.view is not None
-        return tuple(_runs(self._job.view.weights))
 
     @cached_property
     def run(self) -> str:
@@ -394,10 +378,6 @@ class CommonParts:
     def last_incident(self) -> str:
         """Return the cause of the last incident."""
         return _last_incident(self._job)[:CAUSE_CHARS_MAX]
-
-
-def _runs(values: Iterable[_T]) -> Iterator[tuple[_T, int]]:
-    return ((value, len(list(alike))) for value, alike in groupby(values))
 
 
 def _neighbours(job: JobState, node: Node, common: CommonParts) -> tuple[Peer, ...]:

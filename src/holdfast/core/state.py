@@ -30,7 +30,7 @@ from holdfast.core.shard_leases import Streams
 from holdfast.core.snapshot_interval import FAULTS_PER_NODE_DAY
 from holdfast.core.state_coverage import NodeHolders, ShardLayout, WorkerKey
 from holdfast.core.strategies import Strategy
-from holdfast.core.views import Member, View
+from holdfast.core.views import Member, View, ViewShape
 
 if TYPE_CHECKING:
     from holdfast.core.health.check_rounds import Checkup
@@ -470,6 +470,8 @@ class JobState:
     """The view in force; while gathering, the last one, whose ranks are kept where possible."""
     members: dict[str, Member] = field(default_factory=dict)
     """Its members by node."""
+    shape: ViewShape = ViewShape()
+    """What follows from the view for all of its members' orders."""
     progress: ViewProgress = field(default_factory=ViewProgress)
     state: TrainingState = field(default_factory=TrainingState)
     data: DataState = field(default_factory=DataState)

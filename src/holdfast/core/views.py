@@ -10,11 +10,17 @@ The rule of stable ranks, when a view follows another:
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from types import MappingProxyType
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from holdfast.core.strategies import Strategy
+
+Runs = tuple[tuple[int, int], ...]
+_T = TypeVar("_T")
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -27,7 +33,6 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     workers: int
     role: str
     role_first_rank: int
-    role_world_size: int
 
 
 class View(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -50,6 +55,17 @@ class View(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Workers (node, local rank) that live but hang, and are ended."""
     weights: tuple[float, ...] = ()
     """By rank, how large its share of the global batch is; the largest is 1. Empty: all alike."""
+
+
+class ViewShape(NamedTuple):
+    """What every order to serve says of a view as a whole; made once for each view."""
+
+    node_sizes: Runs = ()
+    """The workers of each node, in the order of group ranks, as (workers, nodes)."""
+    weight_runs: tuple[tuple[float, int], ...] = ()
+    """The weight of each rank, as (weight, ranks)."""
+    role_sizes: Mapping[str, int] = MappingProxyType({})
+    """How many ranks each role has."""
 
 
 class NodeCandidate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -98,19 +114,15 @@ def assign_group_ranks(chosen: Sequence[NodeCandidate], seated: Iterable[Member]
 def make_members(ordered: Sequence[NodeCandidate | Member]) -> tuple[Member, ...]:
     """Return members with their ranks, from candidates in group-rank order. A member whose ranks stay is taken as it
     is: most of a large view do."""
-    role_sizes: dict[str, int] = {}
-    for candidate in ordered:
-        role_sizes[candidate.role] = role_sizes.get(candidate.role, 0) + candidate.workers
     members: list[Member] = []
     first_rank = 0
-    has_roles = len(role_sizes) > 1
-    role_next: dict[str, int] = dict.fromkeys(role_sizes, 0)
+    role_next = dict.fromkeys({candidate.role for candidate in ordered}, 0)
+    has_roles = len(role_next) > 1
     for group_rank, candidate in enumerate(ordered):
         role, workers = candidate.role, candidate.workers
         role_first_rank = role_next[role] if has_roles else first_rank
         if (
             type(candidate) is Member
-            and candidate.role_world_size == role_sizes[role]
             and candidate.first_rank == first_rank
             and candidate.role_first_rank == role_first_rank
             and candidate.group_rank == group_rank
@@ -125,13 +137,24 @@ def make_members(ordered: Sequence[NodeCandidate | Member]) -> tuple[Member, ...
                 workers=workers,
                 role=role,
                 role_first_rank=role_first_rank,
-                role_world_size=role_sizes[role],
             )
         members.append(member)
         first_rank += workers
         if has_roles:
             role_next[role] += workers
     return tuple(members)
+
+
+def shape_of(view: View) -> ViewShape:
+    """Return what all orders of a view have in common."""
+    role_sizes: dict[str, int] = {}
+    for member in view.members:
+        role_sizes[member.role] = role_sizes.get(member.role, 0) + member.workers
+    return ViewShape(tuple(_runs(member.workers for member in view.members)), tuple(_runs(view.weights)), role_sizes)
+
+
+def _runs(values: Iterable[_T]) -> Iterator[tuple[_T, int]]:
+    return ((value, len(list(alike))) for value, alike in groupby(values))
 
 
 def reassign_local_ranks(live: Mapping[int, bool], workers_before: int, workers: int) -> dict[int, int]:
