@@ -267,13 +267,15 @@ def snapshots(job: CostlyJob) -> Iterator[Cost]:
 
 
 def broken_links(job: CostlyJob, spares: Sequence[str]) -> Iterator[Cost]:
-    """Spare nodes' links break and come back."""
+    """Links of spare nodes and of members break and come back."""
 
     def break_one(node_id: str) -> None:
         job.do(e.LinkBroke(**job.who(node_id)))
-        job.do(msgspec.structs.replace(job.hello(int(node_id[5:])), parked=job.workers))
+        job.do(msgspec.structs.replace(job.hello(int(node_id[5:])), parked=job.workers if node_id in spares else 0))
 
+    members = job.members[: len(spares)]
     yield each("a spare node's link breaks and comes back", took(lambda: [break_one(n) for n in spares]), len(spares))
+    yield each("a member's link breaks and comes back", took(lambda: [break_one(n) for n in members]), len(spares))
 
 
 def killed_worker(job: CostlyJob) -> Iterator[Cost]:
