@@ -246,7 +246,7 @@ class SimulatedState:
     built_for = None
     runs_on_device = copies_at_end = False
     replica_check_due = Due.NOT
-    values_mark = 0
+    values_mark = update_mark = 0
     local_since = -1
 
     def __init__(self, twin: Twin, page: ProgressPage) -> None:
@@ -348,6 +348,10 @@ class SimulatedState:
     def record_join(self, step: int) -> None: ...
 
     def check_replicas(self, due: int) -> None: ...
+
+    def check_at_end(self) -> None: ...
+
+    def align_buffers(self) -> None: ...
 
     def snapshot_agreed(self, step: int, votes: Sequence[int]) -> None: ...
 

@@ -423,15 +423,17 @@ def test_ranks_that_run_different_steps_are_told_so() -> None:
 def test_a_vote_of_all_ranks_is_the_maximum_of_each_number() -> None:
     class Two:
         def agree(self, values: tuple[int, ...]) -> list[int]:
-            other = (*CommitVote(5, -5, 9, 1, 0, 3, -3, 7, -7, 0, -1), 4, -2)
+            other = (*CommitVote(5, -5, 9, 1, 0, 3, -3, 7, -7, 5, -5, 0, -1), 4, -2)
             return [max(pair) for pair in zip(values, other, strict=True)]
 
-    vote = CommitVote(5, -5, 8, 0, 1, 3, -3, 7, -7, 0, -1)
+    vote = CommitVote(5, -5, 8, 0, 1, 3, -3, 7, -7, 5, -5, 0, -1)
     answer, snapshots = vote.agree((1, -1), Two())  # type: ignore[arg-type]
-    assert answer == CommitVote(5, -5, 9, 1, 1, 3, -3, 7, -7, 0, -1) and snapshots == [4, -1]
+    assert answer == CommitVote(5, -5, 9, 1, 1, 3, -3, 7, -7, 5, -5, 0, -1) and snapshots == [4, -1]
     with pytest.raises(StateConflictError, match="steps 4 to 5"):
-        CommitVote(4, -4, 8, 0, 1, 3, -3, 7, -7, 0, -1).agree((1, -1), Two())  # type: ignore[arg-type]
+        CommitVote(4, -4, 8, 0, 1, 3, -3, 7, -7, 5, -5, 0, -1).agree((1, -1), Two())  # type: ignore[arg-type]
     with pytest.raises(ScriptError, match="loaders"):
-        CommitVote(5, -5, 8, 0, 1, 2, -2, 7, -7, 0, -1).agree((1, -1), Two())  # type: ignore[arg-type]
+        CommitVote(5, -5, 8, 0, 1, 2, -2, 7, -7, 5, -5, 0, -1).agree((1, -1), Two())  # type: ignore[arg-type]
     with pytest.raises(ScriptError, match=r"plain values named in job\.track differ between ranks: compute each from"):
-        CommitVote(5, -5, 8, 0, 1, 3, -3, 6, -6, 0, -1).agree((1, -1), Two())  # type: ignore[arg-type]
+        CommitVote(5, -5, 8, 0, 1, 3, -3, 6, -6, 5, -5, 0, -1).agree((1, -1), Two())  # type: ignore[arg-type]
+    with pytest.raises(ScriptError, match="do not make the same update in step 5"):
+        CommitVote(5, -5, 8, 0, 1, 3, -3, 7, -7, 6, -6, 0, -1).agree((1, -1), Two())  # type: ignore[arg-type]

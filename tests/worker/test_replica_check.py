@@ -110,14 +110,15 @@ def test_it_is_due_in_the_first_steps_of_a_run_and_until_one_has_updated() -> No
     assert due == [True, True, True, True, False]
 
 
-def test_it_is_due_in_the_second_commit_after_others_have_joined() -> None:
+def test_it_is_due_after_others_have_joined_in_the_second_commit_and_whenever_their_number_doubles() -> None:
     check = ReplicaCheck()
     check.joined(7)
-    due = []
-    for _ in range(3):
-        due.append(check.due)
+    due: list[int] = []
+    for commit in range(1, 18):
+        if check.due is Due.AFTER_JOIN:
+            due.append(commit)
         check.committed()
-    assert due == [Due.NOT, Due.AFTER_JOIN, Due.NOT] and check.joined_at == 7
+    assert due == [2, 4, 8, 16] and check.joined_at == 7
     check.want()
     assert check.joined_at == -1, "all begin together"
 

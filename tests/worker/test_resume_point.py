@@ -3,7 +3,7 @@
 import pytest
 
 from holdfast.core.shard_map import ShardMap
-from holdfast.errors import StateConflictError, StateLostError
+from holdfast.errors import ScriptError, StateConflictError, StateLostError
 from holdfast.state.per_rank_state import StatePart
 from holdfast.worker.restore.from_peers import StateTransfer, plan
 from holdfast.worker.resume_point import RankStatus, ResumePoint, find_resume_point
@@ -124,3 +124,10 @@ def test_nobody_goes_on_with_what_another_rank_had_for_itself() -> None:
 def test_from_which_step_on_gradients_differ(since: tuple[int, int], known: int) -> None:
     standings = [holder(5)._replace(local_since=one) for one in since]
     assert find_resume_point([*standings, newcomer()]).local_since == known
+
+
+def test_ranks_that_would_make_other_numbers_of_steps_do_not_go_on() -> None:
+    standings = [holder(5)._replace(total=24), newcomer()._replace(total=13)]
+    with pytest.raises(ScriptError, match=r"makes 24 steps on rank 0 and 13 on rank 1: give job\.steps"):
+        find_resume_point(standings)
+    assert find_resume_point([one._replace(total=24) for one in standings]).next_step == 5

@@ -11,7 +11,7 @@ once the world changes. Parameters of no tracked module keep their numbers.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from holdfast.state.dtensors import Sharded, copied_to, into
 from holdfast.state.tensor_copy import cloned, misfit, overwrite, revived
 from holdfast.torch_compat import has_state_dict_hooks
 
+MARK_MAX = 2**31 - 1
 Names = Mapping[int, str]
 """id() of a parameter → its name."""
 
@@ -96,6 +97,20 @@ def put_settings(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
 def settings_of(group: dict[str, Any]) -> dict[str, Any]:
     """Return everything of a group but its parameters."""
     return {key: value for key, value in group.items() if key != "params"}
+
+
+def mark_of_settings(optimizers: Iterable[Optimizer]) -> int:
+    """Return a number that is equal where the optimizers have the same learning rates and other numbers as settings, to
+    the bit. Those that are tensors are left out: on a device, to read one is to wait."""
+    numbers: list[float] = []
+    for optimizer in optimizers:
+        for group in unwrapped(optimizer).param_groups:
+            for value in group.values():
+                if isinstance(value, float | int):
+                    numbers.append(value)
+                elif type(value) is tuple:  # betas
+                    numbers += [one for one in value if isinstance(one, float | int)]
+    return hash(tuple(one for one in numbers if one == one)) & MARK_MAX  # of numbers, it is the same in every process
 
 
 def _numbered(optimizer: Optimizer, state: Any) -> dict[Any, torch.Tensor] | None:

@@ -74,6 +74,9 @@ class CommitVote(NamedTuple):
     values_mark: int
     negative_values_mark: int
     """A checksum of the plain values that are tracked (state/plain_values.py)."""
+    update_mark: int
+    negative_update_mark: int
+    """A checksum of whether this step makes an update, and of the optimizers' settings."""
     wants_replica_check: int
     loss: int
     """The loss that was logged in the last committed step, by the lowest rank that has one (shown_loss.py)."""
@@ -88,11 +91,22 @@ class CommitVote(NamedTuple):
                 f"the ranks are at steps {-answer.negative_step} to {answer.step}: they do not run the same program"
             )
         if answer.data_mark != -answer.negative_data_mark:
-            raise ScriptError("the ranks' loaders are at different steps, or skip different ones: do it on every rank")
+            raise ScriptError(
+                "the ranks' loaders are at different steps, or skip different ones: draw from the same ones on every"
+                " rank, chosen by step.number, not by a variable that an earlier step has set: a replacement does not"
+                " have it"
+            )
         if answer.values_mark != -answer.negative_values_mark:
             raise ScriptError(
                 "the plain values named in job.track differ between ranks: compute each from the same numbers on all"
                 " ranks (all-reduce a loss before it is compared), or give each rank its own in job.track_local(…)"
+            )
+        if answer.update_mark != -answer.negative_update_mark:
+            raise ScriptError(
+                f"the ranks do not make the same update in step {answer.step}: an optimizer steps on some of them only,"
+                " or has another learning rate or setting there. It depends on something that is not tracked, such as a"
+                " counter of the script's own: derive it from step.number, or track it (job.track(updates=0), then"
+                " job.values.updates += 1)"
             )
         return answer, values[len(self) :]
 
@@ -148,6 +162,8 @@ class Engine:
         self._step_began_ns = 0
         self._is_paced = False
         """Whether nothing but the last step lies between its beginning and that of the next."""
+        self.total = 0
+        """How many steps the script makes."""
         self.is_outside = False
         """Whether code of the loop that is not inside a step runs."""
         self.drawing = ""
@@ -336,6 +352,7 @@ class Engine:
                 seed=self._seed if self._seed is not None else torch.initial_seed() & (2**63 - 1),
                 first_step=self._first_step,
                 keeps_copy=int(self._keeps_copy),
+                total=self.total,
             )
         )
 
@@ -385,8 +402,11 @@ class Engine:
     def before_update(self, optimizer: Any) -> None:
         """Commit the step, or copy the state, before an optimizer changes its first parameter."""
         self._state.before_update(optimizer)
+        is_first = self.is_stepping and not self.transaction.has_updated
         if self.transaction.begin_update(optimizer if self.membership is not None else None):
             self._commit()
+        elif is_first and self.membership is not None:
+            self._state.align_buffers()
         self.transaction.updating()
 
     def end_step(self, error: BaseException | None) -> bool:
@@ -483,6 +503,7 @@ class Engine:
         state.send_replicas(self.next_step + 1)
         state.wait_for_device(membership.timeout_s)
         data_mark, values_mark = mark_of(state.audited().values()), state.values_mark
+        update_mark = state.update_mark
         vote = CommitVote(
             step=self.next_step,
             negative_step=-self.next_step,
@@ -493,6 +514,8 @@ class Engine:
             negative_data_mark=-data_mark,
             values_mark=values_mark,
             negative_values_mark=-values_mark,
+            update_mark=update_mark,
+            negative_update_mark=-update_mark,
             wants_replica_check=int(state.replica_check_due),
             loss=loss_mark(self.collectives.rank(), self.logged),
         )
@@ -523,6 +546,7 @@ class Engine:
             broken: BaseException | None = None
             try:
                 self._state.wait_for_device(self.membership.timeout_s)
+                self._state.check_at_end()
                 _, newest_view = self.collectives.agree((self.next_step, self._agent.newest_view))
                 if newest_view <= self.membership.view:
                     break  # else a rank waits in a view that was planned: it is met once more, and ends with us

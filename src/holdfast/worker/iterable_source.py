@@ -31,6 +31,11 @@ class IterableSource:
         self._drawn = drawn
         self._kept: tuple[int, Any] | None = None
 
+    @property
+    def origins(self) -> tuple[Any, Any]:
+        """What the batches are drawn from: the iterable, and its iterator."""
+        return self._source, self._iterator
+
     def batch(self, index: int) -> Any:
         """Return the batch of the step that is `index` steps after the first."""
         if self._kept is not None and self._kept[0] == index:

@@ -257,7 +257,7 @@ class Job:
 
     def steps(self, total: int) -> Iterator[Step]:
         """Yield the steps that are left of `total`, each until it is committed."""
-        self._begin_loop()
+        self._begin_loop(total)
         yield from self._steps(total)
 
     def epochs(self, count: int, steps_per_epoch: int) -> Iterator[tuple[int, Iterator[Step]]]:
@@ -272,7 +272,7 @@ class Job:
         """
         if count < 0 or steps_per_epoch < 1:
             raise ScriptError(f"{count} epochs of {steps_per_epoch} steps cannot be: give 0 or more, and 1 or more")
-        self._begin_loop()
+        self._begin_loop(count * steps_per_epoch)
         steps = self._steps(count * steps_per_epoch)
         ahead: list[Step] = []
         while (epoch := self._engine.upcoming_step // steps_per_epoch) < count:
@@ -291,7 +291,7 @@ class Job:
                 return
             yield step
 
-    def _begin_loop(self) -> None:
+    def _begin_loop(self, total: int) -> None:
         """Meet the others: from here on it is known which step is next."""
         if self._is_looping:
             raise ScriptError(
@@ -307,6 +307,7 @@ class Job:
             pipelines.refuse_untracked(self._state.pipelines)
             self._checks = ScriptChecks(self._tracked, self._ignored)
         self._is_looping = self._is_unwinding = True
+        self._engine.total = max(total, 0)
         self._engine.begin()
         self._is_unwinding = False
 
@@ -345,6 +346,12 @@ class Job:
         """Go without making all the steps, unless an error came out of one."""
         if not self._is_unwinding and not self._is_left:
             self._end_loop()
+            if self._engine.transaction.is_aborted:
+                warn_once(
+                    "left",
+                    f"the loop is left after an aborted attempt of step {self._engine.next_step}, which is not made:"
+                    " decide to leave under `if step.is_committed:`, and by what is tracked",
+                )
             self._engine.leave_outside()
             self._engine.leave()
 
@@ -431,7 +438,7 @@ class Job:
         self._is_unwinding = True  # until it is known to be otherwise
         if error is None and self._checks is not None:
             has_updated = self._engine.transaction.has_updated
-            self._checks.end_body(has_updated)
+            self._checks.end_body(has_updated, [one for source in self._sources.values() for one in source.origins])
             if has_updated and self._sizing.saw_update():
                 self._engine.report_changes()
         try:
@@ -441,6 +448,8 @@ class Job:
             raise
         if is_repeated:
             self._attempt += 1
+            if self._checks is not None:
+                self._checks.aborted(step.number)
             for feed in self._sources.values():
                 feed.undo(step.number)
         elif error is None:

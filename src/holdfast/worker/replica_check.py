@@ -9,10 +9,10 @@ bits of its tensors. What is tracked as each rank's own is left out.
 
 Two exchanges of a few numbers: are the names the same, then the digests. If these differ, one more finds the tensor.
 
-After a recovery they compare once more, in the second commit of the view, so that no recovery waits for it. Ranks
-that were
-the same until then differ if the script's updates depend on something that is not tracked: a counter of its own, which
-goes on in a survivor and begins again in a replacement.
+After a recovery they compare again: in the second commit of the view, so that no recovery waits for it, in the 4th, the
+8th, the 16th and so on, and behind the last step. Ranks that were the same until then differ if the script's updates
+depend on something that is not tracked: a counter of its own, which goes on in a survivor and begins again in a
+replacement. (Whether they update at all, and their learning rates, are compared at every commit: engine.CommitVote.)
 
 Plain attributes of modules and optimizers may differ (state/attributes.py): those that do are each rank's own.
 """
@@ -48,8 +48,9 @@ PATH_BYTES_MAX = 200
 """Of the name of a tensor in a refusal."""
 
 COMMITS_AFTER_JOIN = 2
-"""In which commit of a view that some have joined ranks compare: an update made together lies before it in any case,
-and the first one is what a recovery waits for."""
+"""In which commit of a view that some have joined ranks compare first: an update made together lies before it in any
+case, and the first one is what a recovery waits for. After it, whenever their number has doubled: what is not tracked
+may come into effect late."""
 
 log = get_logger(__name__)
 
@@ -71,8 +72,8 @@ class ReplicaCheck:
         self._steps = 0
         self._has_updated = False
         self._is_wanted = False
-        self._joined_for = COMMITS_AFTER_JOIN
-        """Commits since a view was joined in which others went on; no more are counted than matter."""
+        self._joined_for = 0
+        """Commits since a view was joined in which others went on."""
         self._joined_at = -1
         """The step that was the next one then; -1: there was none."""
 
@@ -82,7 +83,9 @@ class ReplicaCheck:
         have been there from its start; the others learn it from the vote (engine.CommitVote)."""
         if self._is_wanted and (self._steps < STEPS_MIN or not self._has_updated):
             return Due.FIRST_STEPS
-        return Due.AFTER_JOIN if self._joined_for == COMMITS_AFTER_JOIN - 1 else Due.NOT
+        commit = self._joined_for + 1  # the one under way
+        is_due = self._joined_at >= 0 and commit >= COMMITS_AFTER_JOIN and commit.bit_count() == 1
+        return Due.AFTER_JOIN if is_due else Due.NOT
 
     @property
     def joined_at(self) -> int:
@@ -95,12 +98,12 @@ class ReplicaCheck:
 
     def committed(self) -> None:
         """Record that a step is about to be committed, and that what was due was compared."""
-        self._joined_for = min(self._joined_for + 1, COMMITS_AFTER_JOIN)
+        self._joined_for += 1
 
     def want(self) -> None:
         """Have the first steps compared: all ranks start a run together."""
         self._is_wanted, self._steps, self._has_updated = True, 0, False
-        self._joined_for, self._joined_at = COMMITS_AFTER_JOIN, -1
+        self._joined_for, self._joined_at = 0, -1
 
     def compare(self, tracked: Tracked, has_updated: bool, shard_map: ShardMap, gather: Gather) -> None:
         """Compare the state, on all ranks together. Raises ScriptError, on all of them, if ranks with the same shard

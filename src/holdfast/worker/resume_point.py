@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from holdfast.errors import StateConflictError, StateLostError
+from holdfast.errors import ScriptError, StateConflictError, StateLostError
 
 
 class RankStatus(NamedTuple):
@@ -46,6 +46,8 @@ class RankStatus(NamedTuple):
     """Whether groups were connected on a device in the view before."""
     holdings: int = 0
     """What its objects hold of the models (parallel/holdings.py)."""
+    total: int = 0
+    """How many steps its script makes, from the start of the run."""
 
 
 class ResumePoint(NamedTuple):
@@ -71,6 +73,7 @@ class ResumePoint(NamedTuple):
 
 def find_resume_point(statuses: Sequence[RankStatus]) -> ResumePoint:
     """Return where all ranks go on. Raises StateConflictError where they contradict one another."""
+    _check_totals(statuses)
     holders = [rank for rank, status in enumerate(statuses) if status.has_state]
     if not holders:
         return _start(statuses)
@@ -100,6 +103,18 @@ def find_resume_point(statuses: Sequence[RankStatus]) -> ResumePoint:
         has_device_groups=any(status.has_device_groups for status in statuses),
         holdings=tuple(status.holdings for status in statuses),
     )
+
+
+def _check_totals(statuses: Sequence[RankStatus]) -> None:
+    """Raise ScriptError for ranks that would leave the loop after different steps."""
+    for rank, status in enumerate(statuses):
+        if status.total != statuses[0].total:
+            raise ScriptError(
+                f"the script makes {statuses[0].total} steps on rank 0 and {status.total} on rank {rank}: give"
+                " job.steps and job.epochs the number from the start of the run, the same on every rank. Holdfast goes"
+                " on at the right step by itself: do not subtract the steps in a checkpoint of the script's own, which"
+                " a replacement would load too"
+            )
 
 
 def _check_owners(statuses: Sequence[RankStatus], holders: Sequence[int]) -> None:

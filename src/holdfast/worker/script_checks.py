@@ -8,6 +8,8 @@ with a sentence instead of ending with other numbers.
     first that makes an update         fresh start, so that a recovery does not wait for it
     at its commits                     ranks that count as replicas have the same numbers (replica_check.py)
     whenever a DataLoader is drawn     not by hand over several steps (hand_drawn_batches.py)
+    in the first step, and whenever    a warning of numbers and lists of the script's own that it changes from what
+    one is repeated                    they were (own_counters.py)
     whenever an hf.Loader is looped    through step.batches
     over
     whenever any other source is       it does not communicate
@@ -35,11 +37,19 @@ from holdfast.errors import ScriptError
 from holdfast.state.tracked import Tracked
 from holdfast.torch_compat import is_iterator_of, never_compiled
 from holdfast.util.logs import get_logger
+from holdfast.worker.own_counters import OwnCounters
 from holdfast.worker.parallel.wrappers import not_among, refuse_stateful_hooks
 from holdfast.worker.silent_updates import refuse_capture
 from holdfast.worker.untracked import Known, Survey, check_optimizer, check_parameters, check_wrapper
 
 log = get_logger(__name__)
+
+COUNTERS = (
+    "{}, which the script computes from what it was, and which is not tracked: a repeated step changes it once more,"
+    " and a replacement begins with its first value. If samples, updates or decisions depend on it, derive it from"
+    " step.number, or track it: job.track(updates=0), then job.values.updates += 1, or an object with state_dict and"
+    " load_state_dict (job.track_local for a rank's own). If it is only shown, ignore this"
+)
 
 
 class ScriptChecks:
@@ -52,6 +62,7 @@ class ScriptChecks:
         """By tracked optimizer: how many groups of parameters it had when they were looked at."""
         self._known: Known | None = None
         self._survey: Survey | None = None
+        self._counters: OwnCounters | None = None
         self._is_surveyed = False
         refuse_stateful_hooks(tracked.modules().values())  # of hooks registered since job.track
         for wrapper in not_among(tracked.modules().values()):  # or made since job.track
@@ -65,14 +76,25 @@ class ScriptChecks:
         """Check at the start of each step."""
         if is_fresh_start and not self._is_surveyed:
             self._survey = Survey(self.known)
+            self._counters = OwnCounters(lambda thing: thing in self.known or self.known.holds(thing))
         self._is_surveyed = True
+        if self._counters is not None:
+            self._counters.begin()
 
-    def end_body(self, has_updated: bool) -> None:
-        """Check at the end of each step's body, before its commit."""
+    def aborted(self, number: int) -> None:
+        """Warn, when a step is repeated, of numbers of the script's own that nothing puts back."""
+        if self._counters is not None and (names := self._counters.changed()):
+            text = COUNTERS.format(", ".join(names))
+            warn_once("changed-counter", f"step {number} is repeated, and its aborted attempt has changed {text}")
+
+    def end_body(self, has_updated: bool, drawn: Iterable[Any] = ()) -> None:
+        """Check at the end of each step's body, before its commit. `drawn`: what `step.batches` draws from."""
         if self._survey is not None:
-            self._survey.check()
+            self._survey.check(drawn)
             if text := self._survey.warning():
                 warn_once("generator", text)
+            if self._counters is not None and (names := self._counters.changed()):
+                warn_once("counter", f"this step changes {COUNTERS.format(', '.join(names))}")
             if has_updated:
                 self._survey = None
 

@@ -9,7 +9,8 @@ numbers. It is looked for in two ways:
                   learning rate schedulers of tracked optimizers, gradient scalers in use, averaged models, modules
                   whose parameters or buffers changed in the step, or got a gradient, and objects of the user's own
                   that hold tracked parameters and tensors of the same shapes that changed in the step: optimizers by
-                  hand; copies of a model in dictionaries and lists: averages by hand (untracked_copies.py). A
+                  hand; copies of a model in dictionaries and lists: averages by hand (untracked_copies.py);
+                  iterators that the step draws from by hand (own_iterators.py). A
                   replacement does not look: the script is the one that was looked at
 
 What belongs to a tracked object is known: the modules inside a module, and schedulers and optimizers inside an object
@@ -45,6 +46,7 @@ from holdfast.state.tracked import Tracked
 from holdfast.state.tree import flatten
 from holdfast.torch_compat import is_scaler_in_use, tensors_held, version_of
 from holdfast.worker.own_generators import OwnGenerators
+from holdfast.worker.own_iterators import OwnIterators
 from holdfast.worker.param_checksums import checksum, is_comparable
 from holdfast.worker.snapshot.copy_schedule import memory_of
 from holdfast.worker.untracked_copies import CopiesOfModels, shapes_of_models
@@ -191,23 +193,25 @@ class Survey:
             for thing, parameters in holders_of_parameters(known)
         ]
         self._copies = CopiesOfModels(known.models, _is_own_module, self._is_declared, memory)
+        self._iterators = OwnIterators(_is_own_module, self._is_declared)
         self._generators = OwnGenerators(_is_own_module, self._is_declared, objects_of(DataLoader, Sampler))
 
-    def check(self) -> None:
-        """Raise ScriptError for the first thing that must be tracked and is not."""
-        if self._finding():
+    def check(self, drawn: Iterable[Any] = ()) -> None:
+        """Raise ScriptError for the first thing that must be tracked and is not. `drawn`: what `step.batches` draws
+        from."""
+        if self._finding(drawn):
             gc.collect()  # what is found may be garbage that is not used any more
-            if text := self._finding():
+            if text := self._finding(drawn):
                 raise ScriptError(text)
 
     def warning(self) -> str:
         """Return what to warn of; empty if there is nothing."""
         return self._generators.finding()
 
-    def _finding(self) -> str:
+    def _finding(self, drawn: Iterable[Any]) -> str:
         found = objects_of(LRScheduler, GradScaler, Module)
         text = self._of_helpers(found) or self._of_modules(found) or self._of_holders() or self._of_inner_optimizers()
-        return text or self._copies.finding(self._known.memory())
+        return text or self._copies.finding(self._known.memory()) or self._iterators.finding(drawn)
 
     def _is_declared(self, thing: Any) -> bool:
         return thing in self._known or self._known.holds(thing)

@@ -28,6 +28,7 @@ from torch.nn import Module
 
 from holdfast.state.dtensors import local_of
 from holdfast.torch_compat import version_of
+from holdfast.worker.frame_variables import variables_of
 from holdfast.worker.param_checksums import checksum, is_comparable
 from holdfast.worker.snapshot.copy_schedule import memory_of
 
@@ -36,6 +37,8 @@ TENSORS_MAX = 20_000
 PARAMETERS_MIN = 2
 """Of a model. What has a single tensor is too easily taken for a copy of a smaller one."""
 
+MODULE = "<module>"
+"""The name of the code of a module, whose variables are its globals."""
 FIRST = 3
 """How many items are looked at to see whether there are tensors in a container at all."""
 
@@ -140,10 +143,11 @@ def holdings(is_own: IsOwn, is_wanted: Callable[[Any], bool]) -> Iterator[Holdin
 
 
 def _variables_of(frame: FrameType, is_wanted: Callable[[Any], bool]) -> Iterator[Holding]:
-    for name, value in list(frame.f_locals.items()):
+    variables = variables_of(frame)
+    for name, value in variables.items():
         if is_wanted(value):
             yield Holding(f"the variable {name}", partial(_local, frame, name), None)
-    if frame.f_locals is not frame.f_globals:
+    if frame.f_code.co_name != MODULE:
         for name, value in list(frame.f_globals.items()):
             if is_wanted(value):
                 yield Holding(f"the variable {name}", partial(frame.f_globals.get, name), None)
@@ -160,7 +164,7 @@ def _attribute(thing: Any, name: str) -> Any:
 
 
 def _local(frame: FrameType, name: str) -> Any:
-    return frame.f_locals.get(name)
+    return variables_of(frame).get(name)
 
 
 def _content_of(cell: Any) -> Any:

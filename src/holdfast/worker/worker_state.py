@@ -28,6 +28,7 @@ from holdfast.core.shard_map import ShardMap
 from holdfast.data.batch_source import BatchSource
 from holdfast.errors import ScriptError
 from holdfast.state.arena import Arena
+from holdfast.state.optimizers import mark_of_settings
 from holdfast.state.per_rank_state import StatePart
 from holdfast.state.plain_values import mark_of_values
 from holdfast.state.state_size import expected_bytes
@@ -426,7 +427,7 @@ class WorkerState:
         assert self._transaction is not None
         if self._tracked.flags.has_unfrozen:
             check_unfrozen(self._tracked.modules().values())
-        align_buffers(self._tracked.modules().values())
+        self.align_buffers()
         self._tracked.is_accumulating = self._transaction.leaves_gradients
         if not self._local.compare_gradients(step, self.shard_map):
             return False
@@ -472,19 +473,46 @@ class WorkerState:
         """A checksum of the plain values that all ranks have alike."""
         return mark_of_values(self._tracked)
 
-    def check_replicas(self, due: int) -> None:
-        """Compare the state with that of other ranks, if any rank wants it; all together. A difference after a recovery
-        may be in the snapshots since then, too."""
+    @property
+    def update_mark(self) -> int:
+        """A checksum of whether this step makes an update, and of the settings of the optimizers that ranks share."""
         assert self._transaction is not None
+        left_out, settings = self._tracked.local_names(), 0
+        if self.shard_map.shards == 1 or (
+            self.sharding.declared is None and not self.pipelines
+        ):  # stages have their own
+            shared = (one for name, one in self._tracked.optimizers().items() if name not in left_out)
+            settings = mark_of_settings(shared)
+        return 2 * settings + int(self._transaction.leaves_gradients)
+
+    def check_replicas(self, due: int) -> None:
+        """Compare the state with that of other ranks, if any rank wants it; all together."""
         if due:
-            try:
-                has_updated = self._transaction.has_updated
-                self._replica_check.compare(self._tracked, has_updated, self.shard_map, groups.gather)
-            except ScriptError:
-                if self._replica_check.joined_at >= 0:
-                    self.distrust_snapshots(self._replica_check.joined_at)
-                raise
+            self._compare_replicas()
         self._replica_check.committed()
+
+    def check_at_end(self) -> None:
+        """Compare the state once more behind the last step, if there was a recovery; all together: a script may have
+        used what is not tracked only after the comparisons."""
+        if self._replica_check.joined_at >= 0:
+            self.align_buffers()
+            self._compare_replicas()
+
+    def _compare_replicas(self) -> None:
+        """Raise ScriptError if ranks differ. A difference after a recovery may be in the snapshots since then, too."""
+        assert self._transaction is not None
+        try:
+            has_updated = self._transaction.has_updated
+            self._replica_check.compare(self._tracked, has_updated, self.shard_map, groups.gather)
+        except ScriptError:
+            if self._replica_check.joined_at >= 0:
+                self.distrust_snapshots(self._replica_check.joined_at)
+            raise
+
+    def align_buffers(self) -> None:
+        """Give the buffers of DDP the values of rank 0. Before an update too: what follows it, such as an average of
+        the model, then finds the same ones on every rank, wherever the step is committed."""
+        align_buffers(self._tracked.modules().values())
 
     def snapshot_vote(self, step: int) -> tuple[int, ...]:
         """Return what this rank says of its snapshots when a step is committed."""

@@ -196,7 +196,7 @@ def values_of_each_rank(job) -> None:
 
     def body(step) -> None:
         update(model, optimizer, step.number, job.rank)
-        if step.number == 4:
+        if step.number == 2:
             job.values.best = 0.5 - job.rank
 
     run(job, model, body)
@@ -258,8 +258,8 @@ def compressing_hook(job) -> None:
     run(job, model, lambda step: update(model, optimizer, step.number, job.rank))
 
 
-def counter_of_the_script(job) -> None:
-    """The learning rate is a function of a counter that only the script knows. Rank 1 is killed in the third step."""
+def count_updates(job, use) -> None:
+    """Use a counter that only the script knows, before each update. Rank 1 is killed in the third step."""
     model, optimizer = parts()
     job.track(model=model, optimizer=optimizer)
     updates = 0
@@ -270,8 +270,93 @@ def counter_of_the_script(job) -> None:
         if step.number == 2 and job.rank == 1 and not (work / "killed").exists():
             (work / "killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
+        x, y = batch(step.number, job.rank)
+        nn.functional.cross_entropy(model(x), y).backward()
+        if use(updates, model, optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+
+    run(job, model, body)
+
+
+def counter_of_the_script(job) -> None:
+    def use(updates, model, optimizer) -> bool:
         optimizer.param_groups[0]["lr"] = 1e-2 / updates
-        update(model, optimizer, step.number, job.rank)
+        return True
+
+    count_updates(job, use)
+
+
+def counter_of_accumulated_steps(job) -> None:
+    count_updates(job, lambda updates, model, optimizer: updates % 4 == 0)
+
+
+def counter_that_matters_late(job) -> None:
+    """In the step before the last. A replacement has not counted so far by then."""
+
+    def use(updates, model, optimizer) -> bool:
+        if updates == STEPS:
+            for parameter in model.parameters():
+                parameter.grad.mul_(2)
+        return True
+
+    count_updates(job, use)
+
+
+def steps_left_by_its_own_checkpoint(job) -> None:
+    """The script goes on from a file of its own, as it did before it had a session. Rank 1 is killed in the third
+    step."""
+    model, optimizer = parts()
+    done = int((work / "done").read_text()) if (work / "done").exists() else 0
+    job.track(model=model, optimizer=optimizer)
+    for step in job.steps(STEPS - done):
+        with step:
+            if step.number == 2 and job.rank == 1 and not (work / "done").exists():
+                (work / "done").write_text("2")
+                os.kill(os.getpid(), signal.SIGKILL)
+            update(model, optimizer, step.number, job.rank)
+
+
+def generator_by_hand(job) -> None:
+    def batches():
+        number = 0
+        while True:
+            yield batch(number, job.rank)
+            number += 1
+
+    model, optimizer = parts()
+    job.track(model=model, optimizer=optimizer)
+    drawn = batches()
+
+    def body(step) -> None:
+        x, y = next(drawn)
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    run(job, model, body)
+
+
+def position_by_hand(job) -> None:
+    """Where the script reads next is in an attribute of its own."""
+
+    class Reader:
+        def __init__(self) -> None:
+            self.position, self.last = 0, 0.0
+
+        def next(self) -> tuple[torch.Tensor, torch.Tensor]:
+            self.position += 1
+            self.last = time.monotonic()
+            return batch(self.position, job.rank)
+
+    model, optimizer = parts()
+    job.track(model=model, optimizer=optimizer)
+    reader = Reader()
+
+    def body(step) -> None:
+        x, y = reader.next()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
     run(job, model, body)
 

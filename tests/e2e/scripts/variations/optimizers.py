@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import lr_scheduler
@@ -236,6 +237,23 @@ def ema(bench: Bench) -> Training:
     averaged = AveragedModel(training.model.module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     training.tracked["averaged"] = averaged
     training.then = lambda step: averaged.update_parameters(training.model.module)
+    return training
+
+
+@variation()
+def averaged_batch_norm(bench: Bench) -> Training:
+    """Averaged from step 6 on, with buffers that DDP would give all ranks rank 0's of at the next forward only; and the
+    steps communicate after the update, so that they are committed at their end."""
+    training = Training(DDP(Net(norm=nn.BatchNorm1d)))
+    averaged = AveragedModel(training.model.module)
+    training.tracked["averaged"] = averaged
+
+    def then(step: hf.Step) -> None:
+        dist.all_reduce(torch.ones(()))
+        if step.number >= 6:
+            averaged.update_parameters(training.model.module)
+
+    training.then = then
     return training
 
 
