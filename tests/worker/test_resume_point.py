@@ -131,3 +131,8 @@ def test_ranks_that_would_make_other_numbers_of_steps_do_not_go_on() -> None:
     with pytest.raises(ScriptError, match=r"makes 24 steps on rank 0 and 13 on rank 1: give job\.steps"):
         find_resume_point(standings)
     assert find_resume_point([one._replace(total=24) for one in standings]).next_step == 5
+
+
+def test_a_replacement_learns_that_steps_accumulate() -> None:
+    assert find_resume_point([holder(5)._replace(accumulates=1), newcomer()]).accumulates
+    assert not find_resume_point([holder(5), newcomer()]).accumulates

@@ -42,6 +42,11 @@ def slot_key(seed: int, step: int, slot: int, stage: int = 0) -> int:
     return _key("slot", seed, step, slot, *([stage] if stage else []))
 
 
+def between_key(seed: int, step: int, slot: int, stage: int = 0) -> int:
+    """Return a 64-bit key for what a rank draws between two steps, before this one."""
+    return _key("between", seed, step, slot, *([stage] if stage else []))
+
+
 @contextmanager
 def sample_randomness(seed: int, epoch: int, sample: int) -> Iterator[None]:
     """Set the generators to the sample's own while this context lasts, and restore them afterwards."""

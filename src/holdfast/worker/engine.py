@@ -28,7 +28,7 @@ import torch
 from holdfast.core.events import SessionInfo
 from holdfast.core.shard_map import ShardMap
 from holdfast.data.data_coordinates import DataCoordinates
-from holdfast.data.randomness import set_generators, slot_key
+from holdfast.data.randomness import between_key, set_generators, slot_key
 from holdfast.errors import FinishAlone, HoldfastError, RepeatStep, ScriptError, StateConflictError
 from holdfast.state.tracked import Tracked
 from holdfast.wire.progress_page import ProgressPage, WorkerPhase
@@ -102,13 +102,17 @@ class CommitVote(NamedTuple):
                 " ranks (all-reduce a loss before it is compared), or give each rank its own in job.track_local(…)"
             )
         if answer.update_mark != -answer.negative_update_mark:
-            raise ScriptError(
-                f"the ranks do not make the same update in step {answer.step}: an optimizer steps on some of them only,"
-                " or has another learning rate or setting there. It depends on something that is not tracked, such as a"
-                " counter of the script's own: derive it from step.number, or track it (job.track(updates=0), then"
-                " job.values.updates += 1)"
-            )
+            raise other_updates(answer.step)
         return answer, values[len(self) :]
+
+
+def other_updates(step: int) -> ScriptError:
+    """Return what is wrong with ranks that do not make the same update."""
+    return ScriptError(
+        f"the ranks do not make the same update in step {step}: an optimizer steps on some of them only, or has another"
+        " learning rate or setting there. It depends on something that is not tracked, such as a counter of the"
+        " script's own: derive it from step.number, or track it (job.track(updates=0), then job.values.updates += 1)"
+    )
 
 
 class Engine:
@@ -162,6 +166,8 @@ class Engine:
         self._step_began_ns = 0
         self._is_paced = False
         """Whether nothing but the last step lies between its beginning and that of the next."""
+        self._accumulates = False
+        """Whether there were steps without an update: gradients are then compared too, in those alone."""
         self.total = 0
         """How many steps the script makes."""
         self.is_outside = False
@@ -315,6 +321,7 @@ class Engine:
         self._seed, self._first_step = resume.seed, resume.first_step
         self._samples.settle(resume.next_step)
         self._keeps_copy = resume.keeps_copy
+        self._accumulates |= resume.accumulates
         self._at_barrier = self._builds_alone = False
 
     def leave_pace(self) -> None:
@@ -353,6 +360,7 @@ class Engine:
                 first_step=self._first_step,
                 keeps_copy=int(self._keeps_copy),
                 total=self.total,
+                accumulates=int(self._accumulates),
             )
         )
 
@@ -365,6 +373,8 @@ class Engine:
         """Save what may change, before a step is handed to the script: its attempts begin with the state as it is."""
         self._state.begin_attempts(self.next_step)
         self.transaction.remember()
+        # What the script draws before its `with` is repeated with the step, and drawn by a newcomer too.
+        set_generators(between_key(self.seed, self.next_step, self._own_slot, self.stage))
 
     def leave_outside(self) -> bool:
         """Check what code outside of `with step:` has changed, when the script comes back for the next step. Return
@@ -394,10 +404,13 @@ class Engine:
     def set_generators(self, step: int, slot: int | None = None) -> None:
         """Set the generators for a slot of a step, or for what is drawn outside of slots: on each rank other numbers,
         on ranks that are given the same batches the same."""
-        if slot is None:
-            rank, size = self.collectives.rank(), self.collectives.world_size()
-            slot = rank if self.coordinates is None else self.coordinates.of(rank, size)
-        set_generators(slot_key(self.seed, step, slot, self.stage))
+        set_generators(slot_key(self.seed, step, self._own_slot if slot is None else slot, self.stage))
+
+    @property
+    def _own_slot(self) -> int:
+        """The number of what this rank draws outside of slots: its rank, or the coordinate of its batches."""
+        rank, size = self.collectives.rank(), self.collectives.world_size()
+        return rank if self.coordinates is None else self.coordinates.of(rank, size)
 
     def before_update(self, optimizer: Any) -> None:
         """Commit the step, or copy the state, before an optimizer changes its first parameter."""
@@ -498,6 +511,11 @@ class Engine:
         # First: what follows reads from the device, and would wait forever for one that hangs.
         state.wait_for_device(membership.timeout_s)
         self.guards.before_commit(state.shard_map)
+        if self._accumulates:  # else ranks that do not agree on it would wait in different exchanges
+            leaves = int(transaction.leaves_gradients)
+            most, negative_least = self.collectives.agree((leaves, -leaves))
+            if most != -negative_least:
+                raise other_updates(self.next_step)
         if state.prepare_commit(self.next_step, membership.assignment):
             self.report_changes()
         state.send_replicas(self.next_step + 1)
@@ -533,6 +551,7 @@ class Engine:
     def _complete_commit(self) -> None:
         """Record that the step will not be undone from here on."""
         self._applied_step = self.next_step
+        self._accumulates |= self.transaction.leaves_gradients
         self._page.move(applied_step=self.next_step)
         self._samples.settle(self.next_step + 1)
         self._at_barrier = False

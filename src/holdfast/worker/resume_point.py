@@ -48,6 +48,8 @@ class RankStatus(NamedTuple):
     """What its objects hold of the models (parallel/holdings.py)."""
     total: int = 0
     """How many steps its script makes, from the start of the run."""
+    accumulates: int = 0
+    """Whether there were steps without an update."""
 
 
 class ResumePoint(NamedTuple):
@@ -69,6 +71,8 @@ class ResumePoint(NamedTuple):
     """Whether any rank has; then all connect them before they go on."""
     holdings: tuple[int, ...] = ()
     """By rank, as in `RankStatus`."""
+    accumulates: bool = False
+    """Whether there were steps without an update."""
 
 
 def find_resume_point(statuses: Sequence[RankStatus]) -> ResumePoint:
@@ -102,6 +106,7 @@ def find_resume_point(statuses: Sequence[RankStatus]) -> ResumePoint:
         local_since=min(found, default=-1),
         has_device_groups=any(status.has_device_groups for status in statuses),
         holdings=tuple(status.holdings for status in statuses),
+        accumulates=any(status.accumulates for status in statuses),
     )
 
 
@@ -147,4 +152,5 @@ def _start(statuses: Sequence[RankStatus]) -> ResumePoint:
         local_since=max(status.local_since for status in statuses),
         has_device_groups=any(status.has_device_groups for status in statuses),
         holdings=tuple(status.holdings for status in statuses),
+        accumulates=any(status.accumulates for status in statuses),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import torch
@@ -233,3 +234,18 @@ def collective_after_commit(bench: Bench) -> Training:
         dist.all_reduce(bench.loss.clone())
 
     return Training(DDP(Net()), then=lambda step: step.after_commit(told))
+
+
+@variation()
+def noise_drawn_before_the_step(bench: Bench) -> Training:
+    """Numbers from the global generators, outside of the `with`."""
+    noise = torch.zeros(FEATURES)
+
+    def loop() -> None:
+        for step in bench.job.steps(bench.steps):
+            noise.copy_(torch.randn(FEATURES) * random.random())
+            bench.run_step(step)
+
+    training = Training(DDP(Net()), loop=loop)
+    training.loss = lambda x, y: cross_entropy(training.model(x + noise), y)
+    return training
