@@ -196,6 +196,11 @@ class Engine:
         return self._seed
 
     @property
+    def collectives_begun(self) -> int:
+        """How many collectives this attempt of the step has begun."""
+        return self._page.get("collectives")
+
+    @property
     def upcoming_step(self) -> int:
         """The next step, as far as it is known: before `enter_view` too, where a process has joined the others."""
         return self._resume.next_step if self._resume is not None else self.next_step

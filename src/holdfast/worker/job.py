@@ -46,6 +46,7 @@ from holdfast.worker.iterable_source import IterableSource
 from holdfast.worker.launch import script
 from holdfast.worker.launch.error_file import ERROR_FILE_VARIABLE
 from holdfast.worker.loop_exit import is_left_by_choice
+from holdfast.worker.micro_batches import MicroBatches
 from holdfast.worker.numeric_guards import Policy
 from holdfast.worker.outside_steps import warn_of_repeats
 from holdfast.worker.parallel import pipelines, wrappers
@@ -141,6 +142,7 @@ class Job:
             is_newcomer=launched.is_newcomer,
             expected_shards=lambda: launched.expected_shards,
         )
+        self._micro_batches = MicroBatches(self._engine, self._tracked)
         self._sources: dict[int, IterableSource] = {}
         self._reduction = reduction
         self._canonical: CanonicalReduction | None = None
@@ -395,6 +397,7 @@ class Job:
     def _start_over(self) -> None:
         """Forget everything that was built; `track` will be told what replaces it."""
         self._tracked = Tracked()
+        self._micro_batches = MicroBatches(self._engine, self._tracked)
         forget_values(self.values)
         self._is_declared = False
         self._ignored.clear()
@@ -428,6 +431,7 @@ class Job:
     def _begin_step(self, step: Step) -> None:
         self._enter_session_code()
         self._engine.begin_step()
+        self._micro_batches.begin_step()
         if self._checks is not None:
             self._checks.begin_step(self._engine.is_fresh_start)
         if self._canonical is not None:
@@ -450,10 +454,12 @@ class Job:
             self._attempt += 1
             if self._checks is not None:
                 self._checks.aborted(step.number)
+            self._micro_batches.end_attempt(error)
             for feed in self._sources.values():
                 feed.undo(step.number)
         elif error is None:
             self._attempt = 0
+            self._micro_batches.forget()
             self._committed(step)
         self._is_unwinding = error is not None and not is_repeated
         self._engine.is_outside = True
@@ -492,6 +498,7 @@ class Job:
         self._write_values(step, values)
 
     def _record_values(self, step: Step) -> None:
+        step.values = step.sums | step.values
         self.logged = self._engine.logged = step.values
         if LOSS in step.values:
             self._page.set_loss(step.values[LOSS])
@@ -544,10 +551,13 @@ class Job:
             raise ScriptError("the loader is not tracked: name it in job.track(data=…), so that its position is kept")
         self._sizing.saw_shared()
         if self._canonical is not None:
-            yield from self._canonical.batches(step, data, self._engine.seed, weight)
+            loop = self._micro_batches.loop(step, data, has_tree=True)
+            yield from self._canonical.batches(step, data, self._engine.seed, weight, loop)
             return
-        modules = self._tracked.modules().values()
+        modules, loop = self._tracked.modules().values(), self._micro_batches.loop(step, data)
         for batch in data.step_batches(weight=weight):
+            if not loop.begins():
+                continue
             set_gradient_sync(modules, data.is_last_of_step)
             step._uses(data.loss_scale)
             self._engine.set_generators(step.number, data.slot)

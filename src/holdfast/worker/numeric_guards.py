@@ -59,6 +59,15 @@ class NumericWatch:
         """Record a part of the step's loss."""
         self._losses.append(loss.detach())
 
+    @property
+    def losses(self) -> list[torch.Tensor]:
+        """The losses of the step, as far as it has come."""
+        return list(self._losses)
+
+    @losses.setter
+    def losses(self, losses: list[torch.Tensor]) -> None:
+        self._losses = list(losses)
+
     def measure(self) -> None:
         """Compute the norm right before the update, while the gradients are there."""
         gradients = [] if self._has_scaler() else list(self._gradients())
@@ -160,6 +169,15 @@ class NumericGuards:
     def record_loss(self, loss: torch.Tensor) -> None:
         if self._numerics is not None:
             self._numerics.record_loss(loss)
+
+    def losses(self) -> list[torch.Tensor]:
+        """Return the losses of the step under way, if they are watched."""
+        return self._numerics.losses if self._numerics is not None else []
+
+    def put_back(self, losses: list[torch.Tensor]) -> None:
+        """Make the losses of the step what they were."""
+        if self._numerics is not None:
+            self._numerics.losses = losses
 
     def measure(self) -> None:
         """Compute what is watched, right before an update."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable, Iterable, Iterator
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -13,6 +15,22 @@ from holdfast.errors import ScriptError
 
 if TYPE_CHECKING:
     from holdfast.worker.job import Job
+
+
+class Addend(NamedTuple):
+    """A number that `step.add` was given."""
+
+    slot: int
+    name: str
+    number: float
+
+
+class StepRecords(NamedTuple):
+    """What a step was told by its script."""
+
+    values: dict[str, float]
+    callbacks: list[Callable[[], object]]
+    added: list[Addend]
 
 
 class Step:
@@ -33,6 +51,13 @@ class Step:
         self._callbacks: list[Callable[[], object]] = []
         self._drawn: set[int] = set()
         """id() of the sources that batches were drawn from."""
+        self._added: list[Addend] = []
+        self._slot = 0
+        """The slot of the batch handed out last."""
+        self._keeping_loop: FrameType | None = None
+        """Where the loop is over micro-batches that are to be kept."""
+        self._has_kept = False
+        """Whether there was such a loop."""
 
     def __enter__(self) -> Step:
         if self.is_entered:
@@ -67,13 +92,21 @@ class Step:
         for function in callbacks:
             function()
 
-    def batches(self, data: Iterable[Any], *, weight: Weight | None = None) -> Iterator[Any]:
+    def batches(self, data: Iterable[Any], *, weight: Weight | None = None, keep: bool = False) -> Iterator[Any]:
         """This rank's batches of the step: one for each of its slots from an hf.Loader that has `slots`, else one.
 
         `weight` says how much a batch counts in the mean over the global batch, where that is not one over samples:
         `weight=lambda batch: (batch["targets"] != -100).sum()`, with losses that are means over a batch's tokens.
+
+        With `keep=True` a fault costs the ranks that survive it no batch that they have finished: the step is repeated
+        without those. The body of the loop must leave nothing behind but gradients, tracked state and what this step
+        was told: add numbers up with `step.add`. See docs/recovery.md.
         """
-        yield from self._job._batches(self, data, weight)
+        self._keeping_loop = sys._getframe(1) if keep else None
+        try:
+            yield from self._job._batches(self, data, weight)
+        finally:
+            self._keeping_loop = None  # it would keep the script's variables
 
     @property
     def loss_scale(self) -> float:
@@ -93,14 +126,28 @@ class Step:
 
     def log(self, **values: Any) -> None:
         """Record numbers of this step on this rank. They count once the step is committed, and once only."""
-        numbers = {
-            name: float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
-            for name, value in values.items()
-        }
+        numbers = {name: _number_of(value) for name, value in values.items()}
         if not self.is_entered or self._is_inside:
             self.values |= numbers
         elif self._is_committed:
             self._job._log_late(self, numbers)  # of an aborted attempt, nothing counts
+
+    def add(self, **values: Any) -> None:
+        """Add numbers up over the batches of this step on this rank; `sums` has them. They are logged as well."""
+        self._added += [Addend(self._slot, name, _number_of(value)) for name, value in values.items()]
+
+    @property
+    def sums(self) -> dict[str, float]:
+        """What `add` was given in this step, by name. The sum is exact, so that its order does not matter."""
+        names = dict.fromkeys(one.name for one in self._added)
+        return {name: math.fsum(one.number for one in self._added if one.name == name) for name in names}
+
+    def _records(self) -> StepRecords:
+        return StepRecords(dict(self.values), list(self._callbacks), list(self._added))
+
+    def _restore(self, records: StepRecords) -> None:
+        self.values, self._callbacks = dict(records.values), list(records.callbacks)
+        self._added = list(records.added)
 
     def _draws_first(self, data: Any) -> bool:
         is_first = id(data) not in self._drawn
@@ -109,3 +156,7 @@ class Step:
 
     def _uses(self, scale: float) -> None:
         self._scale = scale
+
+
+def _number_of(value: Any) -> float:
+    return float(value.detach()) if isinstance(value, torch.Tensor) else float(value)

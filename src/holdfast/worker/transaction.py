@@ -119,6 +119,11 @@ class StepTransaction:
         assert not self.is_open, "a step is under way"
         self._undo = undo
 
+    @property
+    def has_changed_parameters(self) -> bool:
+        """Return whether parameters are not, or may not be, what they were at the start of the step."""
+        return bool(self._early) or any(version_of(tensor) != version for tensor, version, _ in self._start)
+
     def remember(self) -> None:
         """Save what may change before the step is committed; called before the step is handed to the script."""
         self._saved = (self._tracked.volatile(), self._tracked.gradients(self._updated_before))

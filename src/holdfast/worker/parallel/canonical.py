@@ -21,9 +21,9 @@ forward changes are refused, as each rank would have its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -44,7 +44,10 @@ from holdfast.worker.collectives import groups
 from holdfast.worker.parallel.flat_gradients import FlatLayout, FlatRange, Loose, add, give_gradients, take_gradients
 from holdfast.worker.parallel.models import leave_reduction, refuse_other_reductions
 from holdfast.worker.parallel.tree_sum import SumNode, TreeSum, largest_nodes
-from holdfast.worker.step import Step
+
+if TYPE_CHECKING:
+    from holdfast.worker.micro_batches import MicroBatchLoop
+    from holdfast.worker.step import Step
 
 NO_SLOT = -1
 """Stands for a slot in the key of what is drawn outside of them."""
@@ -60,6 +63,10 @@ class CanonicalReduction:
         self._buffers = find_slots(self._modules)
         self._norms = [part for module in self._modules for part in module.modules() if isinstance(part, BATCH_NORMS)]
         self._layout: FlatLayout | None = None
+        self._reduction: Reduction | None = None
+        """The last one, if its subtrees may be kept."""
+        self._number = -1
+        """The step that is, or was, under way."""
         self._is_under_way = False
         self._is_reduced = False
         leave_reduction(self._modules)
@@ -68,6 +75,8 @@ class CanonicalReduction:
         """Begin a step, also after one that broke: what it left in the hands of a collective is not used again."""
         if self._is_under_way:
             self._layout = None
+        if number != self._number:
+            self._number, self._reduction = number, None
         self._is_under_way = self._is_reduced = False
         leave_reduction(self._modules)
         set_generators(slot_key(seed, number, NO_SLOT))
@@ -79,19 +88,26 @@ class CanonicalReduction:
                 " over step.batches(loader), which must be left at its end and not before"
             )
 
-    def batches(self, step: Step, data: Any, seed: int, weight: Weight | None) -> Iterator[Any]:
+    def batches(self, step: Step, data: Any, seed: int, weight: Weight | None, loop: MicroBatchLoop) -> Iterator[Any]:
         """Yield the batches of this rank's slots; at the end every rank has the gradient of all slots."""
         self._check_world(data)
         self._is_under_way = True
         versions = self._versions()
-        reduction = Reduction(self._layout_for(data.world_size), data)
+        kept: list[tuple[SumNode, Loose]] = []
+        if loop.found is not None and self._reduction is not None:
+            kept = self._reduction.sums_of(loop.found.slots)
+        reduction = Reduction(self._layout_for(data.world_size), data, kept)
+        self._reduction = reduction if loop.is_keeping else None
         for batch in data.step_batches(weight=weight):
             slot, is_ghost = data.slot, data.is_ghost
+            if not loop.begins(is_covered=reduction.covers(slot)):
+                continue
             step._uses(data.share)
             set_generators(slot_key(seed, step.number, slot))
             yield batch
             reduction.take(None if is_ghost else slot)
         self._check_buffers(versions)
+        loop.ends()
         reduction.finish()
         set_generators(slot_key(seed, step.number, NO_SLOT))
         self._is_under_way, self._is_reduced = False, True
@@ -146,7 +162,8 @@ class CanonicalReduction:
 class Reduction:
     """From the slots' gradients of one step to everybody's."""
 
-    def __init__(self, layout: FlatLayout, data: Any) -> None:
+    def __init__(self, layout: FlatLayout, data: Any, kept: Iterable[tuple[SumNode, Loose]] = ()) -> None:
+        """`kept` are subtrees of an attempt before."""
         self._layout, self._plan, self._step = layout, data.plan, data.step
         self._total = self._plan.slots
         self._rank, self._ranks = data.rank, data.world_size
@@ -154,13 +171,28 @@ class Reduction:
         self._slots = [slots_of(rank, self._ranks, self._total, data.weights) for rank in ranks]
         self._next = self._slots[self._rank].start
         self._tree: TreeSum[Loose] = TreeSum(self._total, add)
+        self._kept = {
+            node.slots(self._total).start: (node, gradients)
+            for node, gradients in kept
+            if set(node.slots(self._total)) <= set(self._slots[self._rank])
+        }
+        """Subtrees that are still to be pushed, by their first slot."""
         self._before = take_gradients(layout.parameters)
+
+    def covers(self, slot: int) -> bool:
+        """Return whether there is a gradient of this slot, which is yet to come."""
+        return any(slot in node.slots(self._total) for node, _ in self._kept.values())
+
+    def sums_of(self, slots: Collection[int]) -> list[tuple[SumNode, Loose]]:
+        """Return the subtrees of these slots. Nothing is added to them in this reduction any more."""
+        found = [*self._tree.sums(), *self._kept.values()]
+        return [(node, gradients) for node, gradients in found if set(node.slots(self._total)) <= set(slots)]
 
     def take(self, slot: int | None) -> None:
         """Take the gradients of a slot, whose backward is through; or, without a slot, of a ghost, which are
         nothing."""
         gradients = take_gradients(self._layout.parameters)
-        if slot is not None:
+        if slot is not None and not self.covers(slot):
             self._pass_over(slot)
             self._tree.push(SumNode(0, slot), gradients)
             self._next = slot + 1
@@ -204,9 +236,14 @@ class Reduction:
         return pieces
 
     def _pass_over(self, slot: int) -> None:
-        """Slots before this one that had no samples."""
-        for empty in range(self._next, slot):
-            self._tree.push(SumNode(0, empty), None)
+        """Push what there is of the slots before this one; some had no samples."""
+        while self._next < slot:
+            if (kept := self._kept.pop(self._next, None)) is not None:
+                self._tree.push(*kept)
+                self._next = kept[0].slots(self._total).stop
+            else:
+                self._tree.push(SumNode(0, self._next), None)
+                self._next += 1
 
     def _samples(self, slots: range) -> int:
         return len(self._plan.slot_share(self._step, slots))

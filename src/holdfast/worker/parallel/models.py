@@ -61,6 +61,26 @@ def set_gradient_sync(modules: Iterable[torch.nn.Module], is_last: bool) -> None
                 part.set_requires_gradient_sync(is_last, recurse=False)
 
 
+def why_tied(modules: Iterable[torch.nn.Module]) -> str:
+    """Return why a rank cannot leave out a forward and backward that do not reduce gradients, which other ranks make;
+    empty if it can (micro_batches.py)."""
+    modules = list(modules)
+    if is_sharded(modules) or communicates_in_forward(modules):
+        return "the model communicates in its forward pass (FSDP2, HSDP, SyncBatchNorm)"
+    for wrapper in data_parallels(modules):
+        # A reducer remembers which parameters were used since its last reduction. A new one has seen only the rest.
+        for setting in ("static_graph", "find_unused_parameters"):
+            if getattr(wrapper, setting):
+                return f"DistributedDataParallel is built with {setting}=True"
+    return ""
+
+
+def leave_buffers(modules: Iterable[torch.nn.Module]) -> None:
+    """Have DDP not broadcast its buffers in the next forward: the commit of the step before has aligned them."""
+    for wrapper in data_parallels(modules):
+        wrapper.require_forward_param_sync = False
+
+
 def refuse_unreduced(modules: Iterable[torch.nn.Module]) -> None:
     """Raise ScriptError, at the commit of a step without an update, for gradients that are inside of the modules, where
     nothing keeps them."""
