@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.core.strategies import Strategy
 from support.jobs import DEADLINE_S, SCRIPTS, agent_environment
 from support.references import made_once
 from support.sessions import Run, assert_same_bits
@@ -32,12 +33,13 @@ class MicroRun(Run):
         )
         return self
 
-    def again(self, *lost: int) -> dict[int, int]:
-        """By rank that was not lost: how many micro-batches it has computed more than once."""
-        lines = [tuple(map(int, line.split())) for line in (self.place.work / "rounds").read_text().splitlines()]
-        ranks = {rank for _, _, rank, _ in lines} - set(lost)
-        own = {rank: [(step, slot) for step, slot, who, _ in lines if who == rank] for rank in ranks}
-        return {rank: len(rounds) - len(set(rounds)) for rank, rounds in own.items()}
+    def again(self) -> list[int]:
+        """Of each process: how many micro-batches it has computed more than once."""
+        own: dict[int, list[tuple[int, int]]] = {}
+        for line in (self.place.work / "rounds").read_text().splitlines():
+            step, slot, _, pid = map(int, line.split())
+            own.setdefault(pid, []).append((step, slot))
+        return sorted(len(rounds) - len(set(rounds)) for rounds in own.values())
 
     def verify(self) -> None:
         """The journal says that each sample was used exactly once."""
@@ -58,7 +60,7 @@ def reference(*options: str) -> MicroRun:
     def make(directory: Path) -> None:
         run = MicroRun(directory)
         run.begin(*options).finish()
-        assert len(run.finals) == RANKS and not run.repeated() and set(run.again().values()) == {0}
+        assert len(run.finals) == RANKS and not run.repeated() and set(run.again()) == {0}
 
     return MicroRun(made_once(f"micro-batches {' '.join(options)}", make))
 
@@ -69,6 +71,45 @@ def test_a_survivor_computes_no_finished_micro_batch_again(tmp_path: Path, optio
     run = MicroRun(tmp_path).begin(*options, faults=("12:2:1:kill",)).finish()
     assert run.fired == 1
     assert_same_bits(run, reference(*options))
-    assert run.again(1) == {0: 0, 2: 0}
+    assert run.again() == [0, 0, 0, 0]
     assert len(run.pids[1]) == 2 and len(run.pids[0]) == len(run.pids[2]) == 1
     run.verify()
+
+
+def test_a_fault_where_the_last_micro_batch_is_reduced_costs_that_one(tmp_path: Path) -> None:
+    """Some buckets are sums of all ranks by then. Before, one dies behind the loop, with everything reduced; in the
+    last step, a second one in the repeat, and then the connections break."""
+    faults = ("backward:1:1:kill", "behind:2:2:kill", "12:4:1:kill", "14:4:0:kill", "backward:4:2:cut")
+    run = MicroRun(tmp_path).begin("--batch-norm", faults=faults).finish()
+    assert run.fired == len(faults)
+    assert_same_bits(run, reference("--batch-norm"), missing=1)
+    assert sum(len(pids) for pids in run.pids.values()) == RANKS + 4
+    assert max(run.again()) <= 4, "one at most for each fault that a process has lived through"
+    run.verify()
+
+
+def test_what_the_script_wants_repeated_is_computed_again(tmp_path: Path) -> None:
+    """By the rank that asked for it."""
+    run = MicroRun(tmp_path).begin("--batch-norm", faults=("12:2:1:raise",)).finish()
+    assert_same_bits(run, reference("--batch-norm"))
+    assert run.again() == [0, 0, 12]
+
+
+@pytest.mark.parametrize("lost", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_fewer_ranks_keep_the_subtrees_of_their_slots(tmp_path: Path, lost: int) -> None:
+    """The canonical reduction: the lost rank's slots are shared out, in the same step."""
+    flags = ("--recovery", "elastic-training,exit")
+    run = MicroRun(tmp_path).begin("--canonical", faults=(f"12:2:{lost}:kill",), flags=flags).finish()
+    assert {text.split()[1] for text in run.finals.values()} == {
+        text.split()[1] for text in reference("--canonical").finals.values()
+    }
+    assert run.views()[1].world_size == RANKS - 1 and [i.strategy for i in run.incidents] == [Strategy.ELASTIC_TRAINING]
+    assert set(run.again()) == {0}
+    run.verify()
+
+
+@pytest.mark.long
+def test_without_keep_a_broken_step_is_repeated_as_a_whole(tmp_path: Path) -> None:
+    run = MicroRun(tmp_path).begin("--batch-norm", "--whole", faults=("12:2:1:kill",)).finish()
+    assert_same_bits(run, reference("--batch-norm"))
+    assert run.again() == [0, 0, 13, 13]

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import holdfast as hf
 from holdfast.errors import UsageError
+from holdfast.worker.step import Step
 from support.crowd import Member, together
 
 PADDING, LENGTH, BATCH, STEPS = -100, 7, 10, 3
@@ -125,3 +126,12 @@ def test_weights_that_cannot_be_are_refused() -> None:
     for none, *others in together(weights_that_cannot_be, 2):
         assert "all batches of the step weigh nothing" in none
         assert all("a weight is 0 or more" in sentence for sentence in others)
+
+
+def test_numbers_are_added_up_exactly_and_in_any_order() -> None:
+    step = Step(None, 0, 0)  # type: ignore[arg-type]
+    for number in (1e16, torch.tensor(1.0, requires_grad=True), -1e16):
+        step.add(loss=number, count=1)
+    step.add(odd=math.inf)
+    step.add(odd=-math.inf)
+    assert (step.sums["loss"], step.sums["count"]) == (1.0, 3.0) and math.isnan(step.sums["odd"])

@@ -265,6 +265,7 @@ class MicroBatchLoop:
         self._number += 1
         self._step._slot = slot
         if number < self._passed:
+            assert is_covered or not self._has_tree, "a gradient of a finished micro-batch is not there"
             self._slots.append(slot)
             return False
         if self.found is not None and self._is_divided and is_covered and not is_last:
@@ -302,7 +303,9 @@ class MicroBatchLoop:
         self._owner.keep(finished, with_gradients=not self._has_tree)
 
     def ends(self) -> None:
-        """Record that the last micro-batch is finished, too: the tree has its gradient."""
+        """Record that the last micro-batch is finished, too: the tree has its gradient, and alone gives it away."""
+        if self._data.world_size == 1:
+            self._owner.forget()
         finished = self._owner.finished
         if finished is not None and finished.share == self._share:
             finished.slots |= set(self._slots)

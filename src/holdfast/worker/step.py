@@ -52,8 +52,8 @@ class Step:
         self._drawn: set[int] = set()
         """id() of the sources that batches were drawn from."""
         self._added: list[Addend] = []
-        self._slot = 0
-        """The slot of the batch handed out last."""
+        self._slot = -1
+        """The slot of the batch handed out last; -1 before the first."""
         self._keeping_loop: FrameType | None = None
         """Where the loop is over micro-batches that are to be kept."""
         self._has_kept = False
@@ -140,7 +140,7 @@ class Step:
     def sums(self) -> dict[str, float]:
         """What `add` was given in this step, by name. The sum is exact, so that its order does not matter."""
         names = dict.fromkeys(one.name for one in self._added)
-        return {name: math.fsum(one.number for one in self._added if one.name == name) for name in names}
+        return {name: _sum([one.number for one in self._added if one.name == name]) for name in names}
 
     def _records(self) -> StepRecords:
         return StepRecords(dict(self.values), list(self._callbacks), list(self._added))
@@ -156,6 +156,10 @@ class Step:
 
     def _uses(self, scale: float) -> None:
         self._scale = scale
+
+
+def _sum(numbers: list[float]) -> float:
+    return math.fsum(numbers) if all(map(math.isfinite, numbers)) else sum(numbers)
 
 
 def _number_of(value: Any) -> float:

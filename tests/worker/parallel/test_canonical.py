@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast as hf
+from holdfast.data.step_plan import make_plan
+from holdfast.worker.parallel.canonical import Reduction
+from holdfast.worker.parallel.flat_gradients import FlatLayout
 from support.crowd import together
 from support.nest import TORCHRUN, Nest, run_python, write
 
@@ -242,3 +246,38 @@ def test_norms_without_running_statistics_and_several_loops_are_fine(warm: Nest,
     """
     done = warm.run(written(code, tmp_path), tmp_path)
     assert done.code == 0, done.stderr
+
+
+def reduced(rank: int, size: int, slots: list[int], kept: Reduction | None, known: list[int]) -> Reduction:
+    """A reduction that has taken the gradients of some slots, and those of others from another. Six samples, so that
+    six of sixteen slots have one."""
+    weight = nn.Parameter(torch.zeros(3))
+    data = SimpleNamespace(plan=SHORT, step=1, rank=rank, world_size=size, weights=None)
+    found = Reduction(FlatLayout([weight], size), data, kept.sums_of(known) if kept is not None else [])
+    for slot in slots:
+        weight.grad = torch.full((3,), 0.1 * slot + 1e-3)
+        found.take(slot)
+    return found
+
+
+SHORT = make_plan(22, global_batch_size=16, seed=0, slots=16)
+"""Its second step has six samples."""
+FILLED = [slot for slot in range(16) if len(SHORT.slot_share(1, range(slot, slot + 1)))]
+
+
+@pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2), (0, 3), (1, 3), (0, 4), (1, 4)])
+@pytest.mark.parametrize("done", range(4))
+def test_sums_that_are_kept_are_those_of_all_slots(rank: int, size: int, done: int) -> None:
+    """Of another attempt with as many ranks, and with two."""
+    before = reduced(0, 2, own := [slot for slot in FILLED if slot < 8][:done], None, [])
+    own_now = [slot for slot in FILLED if 16 * rank // size <= slot < 16 * (rank + 1) // size]
+    plain = reduced(rank, size, own_now, None, [])
+    later = reduced(rank, size, [], before, own)
+    covered = [slot for slot in own_now if later.covers(slot)]
+    assert size != 2 or covered == ([] if rank else own)
+    later = reduced(rank, size, own_now, before, own)  # what is covered is computed again, and counts once
+    for one in (plain, later):
+        one._pass_over(16 * (rank + 1) // size)
+    (mine, theirs) = (one._tree.sums() for one in (plain, later))
+    assert [node for node, _ in mine] == [node for node, _ in theirs]
+    assert all(torch.equal(a[0], b[0]) for (_, a), (_, b) in zip(mine, theirs, strict=True))  # type: ignore[arg-type]

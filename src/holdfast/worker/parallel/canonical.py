@@ -184,9 +184,13 @@ class Reduction:
         return any(slot in node.slots(self._total) for node, _ in self._kept.values())
 
     def sums_of(self, slots: Collection[int]) -> list[tuple[SumNode, Loose]]:
-        """Return the subtrees of these slots. Nothing is added to them in this reduction any more."""
-        found = [*self._tree.sums(), *self._kept.values()]
-        return [(node, gradients) for node, gradients in found if set(node.slots(self._total)) <= set(slots)]
+        """Return the subtrees of these slots and of such as have no samples. This reduction must add no more."""
+
+        def is_among(node: SumNode) -> bool:
+            own = node.slots(self._total)
+            return all(slot in slots or not self._samples(range(slot, slot + 1)) for slot in own)
+
+        return [(node, sums) for node, sums in (*self._tree.sums(), *self._kept.values()) if is_among(node)]
 
     def take(self, slot: int | None) -> None:
         """Take the gradients of a slot, whose backward is through; or, without a slot, of a ghost, which are
