@@ -51,6 +51,7 @@ QUICK = {
         "test_a_master_and_a_worker_killed_together_are_one_restart",
     ],
     "test_master_host": ["test_nodes_train_on_without_their_master_and_end_when_a_decision_is_needed"],
+    "test_micro_batches": ["test_a_survivor_computes_no_finished_micro_batch_again"],
     "test_numbers": ["test_a_bad_number_is_repeated_then_skipped_and_a_flipped_bit_is_found_where_it_is"],
     "test_outputs": ["test_the_console_shows_what_the_flags_say_and_the_files_have_it_all"],
     "test_outside_of_steps": [

