@@ -83,6 +83,7 @@ class Bench:
         self.engine = self._engine()
         self.start = copy.deepcopy(self.model.state_dict())
         self.batches = MicroBatches(self.engine, Tracked(model=self.model, meter=self.meter))
+        self.called: list[int] = []
         self.rounds: list[int] = []
         """The slots that were computed, in all attempts."""
         self.is_over = False
@@ -118,7 +119,7 @@ class Bench:
 
     def attempt(self, happening: Callable[[int], None] = lambda slot: None, number: int = 5) -> End:
         """Make an attempt; `happening` is called in each round, before its backward."""
-        step, called = Step(self, number, 0), list[int]()  # type: ignore[arg-type]
+        step = Step(self, number, 0)  # type: ignore[arg-type]
         step.is_entered = step._is_inside = True
         self._begin_step(step)
         for x in step.batches(self.data, keep=True):
@@ -129,14 +130,14 @@ class Bench:
             loss.backward()
             step.add(loss=loss)
             step.log(last=slot)
-            step.after_commit(partial(called.append, slot))
+            step.after_commit(partial(self.called.append, slot))
             self.count()
             self.watch(loss)
         assert step.values["last"] == slot
         step._committed()
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         losses = [float(loss) for loss in self.watched]
-        return End(gradients, list(self.model.buffers()), self.meter.count, step.sums, losses, called)
+        return End(gradients, list(self.model.buffers()), self.meter.count, step.sums, losses, self.called)
 
     def run(self, slot: int) -> None:
         self.rounds.append(slot)
@@ -154,6 +155,7 @@ class Bench:
         self.model.load_state_dict(self.start)
         self.model.zero_grad()
         self.meter.count, self.watched, self.rounds = 0, [], []
+        self.called.clear()
         self.batches.end_attempt(error)
 
     def end_view(self, at: int) -> Callable[[int], None]:

@@ -58,7 +58,7 @@ def carried_by(loop: ast.For, scope: ast.AST, is_kept: Callable[[list[str]], boo
     call = loop.iter
     if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "batches"):
         return f"`for … in {ast.unparse(call)}` goes round the batches in another object, which starts again"
-    body = _Round(_bound_in(loop.body), is_kept)
+    body = _LoopRound(_bound_in(loop.body), is_kept)
     body.bind(loop.target)
     for statement in loop.body:
         body.visit(statement)
@@ -75,7 +75,7 @@ def carried_by(loop: ast.For, scope: ast.AST, is_kept: Callable[[list[str]], boo
 
 
 @dataclass
-class _Round(ast.NodeVisitor):
+class _LoopRound(ast.NodeVisitor):
     """One round, walked through in the order in which it runs."""
 
     assigned: set[str]

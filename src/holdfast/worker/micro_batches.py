@@ -94,7 +94,7 @@ class Share(NamedTuple):
 
 
 @dataclass
-class Finished:
+class FinishedMicroBatches:
     """What the finished micro-batches of a step have left behind, beside their gradients."""
 
     share: Share
@@ -115,7 +115,7 @@ class MicroBatches:
     def __init__(self, engine: Engine, tracked: Tracked) -> None:
         self._engine, self._tracked = engine, tracked
         self._gradients = GradientCopy()
-        self._finished: Finished | None = None
+        self._finished: FinishedMicroBatches | None = None
         self._view = -1
         """The view in which the attempt under way has begun."""
         self._checked: set[tuple[str, int]] = set()
@@ -170,7 +170,7 @@ class MicroBatches:
             )
         self._checked.add(place)
 
-    def _fitting(self, step: Step, data: Any, has_tree: bool) -> Finished | None:
+    def _fitting(self, step: Step, data: Any, has_tree: bool) -> FinishedMicroBatches | None:
         """Return what is kept for these micro-batches, if there is anything."""
         found, share = self._finished, share_of(step, data)
         if found is None or found.share[:2] != share[:2] or self._engine.is_fresh_start:
@@ -180,7 +180,7 @@ class MicroBatches:
     # --- for the loop
 
     @property
-    def finished(self) -> Finished | None:
+    def finished(self) -> FinishedMicroBatches | None:
         """What is kept now."""
         return self._finished
 
@@ -210,7 +210,7 @@ class MicroBatches:
         saved = self._tracked.volatile()
         return replace(saved, others=[one for one in saved.others if not isinstance(one[0], BatchSource)])
 
-    def keep(self, finished: Finished, *, with_gradients: bool) -> None:
+    def keep(self, finished: FinishedMicroBatches, *, with_gradients: bool) -> None:
         """Keep what is finished by now."""
         finished.losses = self._engine.guards.losses()
         self._finished = None
@@ -218,7 +218,7 @@ class MicroBatches:
             self._gradients.take(self._tracked.parameters())
         self._finished = finished
 
-    def put_back(self, finished: Finished, step: Step, *, with_gradients: bool) -> None:
+    def put_back(self, finished: FinishedMicroBatches, step: Step, *, with_gradients: bool) -> None:
         """Make everything what it was behind the finished micro-batches."""
         self._tracked.restore_volatile(finished.backup)
         if with_gradients:
@@ -242,7 +242,7 @@ class MicroBatchLoop:
         *,
         is_keeping: bool = False,
         has_tree: bool = False,
-        found: Finished | None = None,
+        found: FinishedMicroBatches | None = None,
     ) -> None:
         self._owner, self._step, self._data = owner, step, data
         self.is_keeping, self._has_tree, self.found = is_keeping, has_tree, found
@@ -297,7 +297,7 @@ class MicroBatchLoop:
             return
         assert self._share is not None
         backup, records = self._owner.backup(), self._step._records()
-        finished = Finished(self._share, number, frozenset(self._slots), backup, records)
+        finished = FinishedMicroBatches(self._share, number, frozenset(self._slots), backup, records)
         finished.added = records.added
         finished.can_be_divided = self._has_left_nothing(backup)
         self._owner.keep(finished, with_gradients=not self._has_tree)

@@ -1,6 +1,7 @@
 """A session that adds up the gradients of many micro-batches a step: DDP or canonical, Adam, dropout, BatchNorm.
 
-    micro_batches.py STEPS SLOTS [--fault POINT:STEP:RANK:ACTION]… [--canonical] [--batch-norm] [--whole]
+    micro_batches.py STEPS SLOTS [--fault POINT:STEP:RANK:ACTION]… [--canonical] [--batch-norm] [--bucket-views]
+                     [--whole]
 
 WORK/ledger        step rank pid view world loss (hexadecimal sum of all micro-batches), one line a committed step, rank
 WORK/rounds        step slot rank pid, one line a micro-batch whose backward is through
@@ -35,6 +36,7 @@ parser.add_argument("slots", type=int)
 parser.add_argument("--fault", action="append", default=[])
 parser.add_argument("--canonical", action="store_true")
 parser.add_argument("--batch-norm", action="store_true")
+parser.add_argument("--bucket-views", action="store_true", help="gradients are views of DDP's buckets")
 parser.add_argument("--whole", action="store_true", help="do not keep micro-batches")
 arguments = parser.parse_args()
 work = Path(os.environ["WORK"])
@@ -143,7 +145,7 @@ def digest(*states) -> str:
 job = hf.init(seed=3, reduction="canonical" if arguments.canonical else "average")
 torch.manual_seed(0)
 # Small buckets, so that some are reduced while the backward still runs.
-model = DistributedDataParallel(Net(), bucket_cap_mb=0.01)
+model = DistributedDataParallel(Net(), bucket_cap_mb=0.01, gradient_as_bucket_view=arguments.bucket_views)
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 data = hf.Loader(Data(), global_batch_size=3 * arguments.slots, seed=7, slots=arguments.slots)
 job.track(model=model, optimizer=optimizer, data=data)
