@@ -84,3 +84,41 @@ def test_errors_of_torch_itself_pass_unchanged(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(distributed_c10d, "_group_or_default_group", broken)
     with pytest.raises(RuntimeError, match="connection reset"):
         torch_compat.group_or_default(None)
+
+
+class DeviceModule:
+    """As torch.cuda, as far as DTensor asks it for its generator."""
+
+    is_available = staticmethod(lambda: True)
+    device_count = staticmethod(lambda: 8)
+    set_rng_state = get_rng_state = staticmethod(lambda: None)
+
+
+class MeshOf:
+    """A mesh of devices of a kind."""
+
+    def __init__(self, device_type: str) -> None:
+        self.device_type = device_type
+
+    def get_rank(self) -> int:
+        return 3
+
+
+def refuse_broadcast(*_: object) -> None:
+    raise AssertionError("a replacement would be alone in it")
+
+
+def test_random_operations_of_dtensors_begin_without_an_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.tensor import _random
+
+    monkeypatch.setattr(_random, "_get_device_handle", lambda kind: DeviceModule)
+    monkeypatch.setattr(torch.distributed, "broadcast", refuse_broadcast)
+    monkeypatch.setattr(_random, "_rng_tracker", None)
+    torch_compat.begin_dtensor_random(MeshOf("cpu"))
+    assert _random._rng_tracker is None, "torch has none for the CPU"
+    torch_compat.begin_dtensor_random(MeshOf("cuda"))
+    tracker: object = _random._rng_tracker
+    assert isinstance(tracker, _random.OffsetBasedRNGTracker) and tracker._device == torch.device("cuda:3")
+    torch_compat.begin_dtensor_random(MeshOf("cuda"))
+    assert _random._rng_tracker is tracker, "one for the process"
+    assert not any("generator" in name or "state" in name for name in vars(tracker)), "it has no state of its own"

@@ -35,7 +35,7 @@ def mesh_of(sizes: dict[str, int], rank: int = 0, order: list[int] | None = None
         dist.destroy_process_group()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(st.data())
 def test_every_rank_knows_the_coordinates_of_all(data: st.DataObject) -> None:
     """They are what arithmetic on the sizes gives, whichever rank asks, for one dimension and for several."""
