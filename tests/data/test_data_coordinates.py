@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 
+import holdfast as hf
 from holdfast.core.mesh_shape import MeshShape
 from holdfast.core.sample_audit import TOTAL_MODULUS
 from holdfast.data.data_coordinates import DataCoordinates, coordinates_along
@@ -83,6 +84,36 @@ def test_another_world_is_refused() -> None:
 def test_a_coordinate_is_as_slow_as_its_slowest_rank() -> None:
     assert DataCoordinates((0, 0, 1, 1)).slowest((1.0, 0.5, 1.0, 0.75)) == (0.5, 0.75)
     assert DataCoordinates((0, 1, 0, 1)).slowest((1.0, 0.5, 1.0, 0.75)) == (1.0, 0.5)
+
+
+# --- sources
+
+
+def test_loader_and_sampler_divide_a_batch_among_data_coordinates() -> None:
+    given = []
+    for rank in range(4):
+        with mesh_of({"dp": 2, "tp": 2}, rank) as mesh:
+            sampler = hf.Sampler(20, batch_size=5, shuffle=False, mesh=mesh["dp"])
+            loader = hf.Loader(list(range(20)), global_batch_size=10, shuffle=False, mesh=mesh["dp"])
+        assert sampler.plan.global_batch_size == 10, "5 for each of two coordinates"
+        given.append(list(sampler))
+        assert [batch.tolist() for batch in loader] == given[rank]
+        assert sampler.loss_scale == loader.loss_scale == 1.0
+    assert given[0] == given[1] and given[2] == given[3]
+    assert sorted(sample for one in (given[0], given[2]) for batch in one for sample in batch) == list(range(20))
+
+
+def test_weights_of_ranks_become_those_of_their_coordinates() -> None:
+    with mesh_of({"dp": 2, "tp": 2}) as mesh:
+        loader = hf.Loader(list(range(20)), global_batch_size=10, slots=5, mesh=mesh["dp"])
+    weights = (1.0, 1.0, 1.0, 0.25)
+    assert loader.bearable(4, weights) == weights
+    assert loader.bearable(4, (1.0, 1.0, 1.0, 0.001)) is None, "its twin would have nothing to do either"
+    loader.set_assignment(2, 4, weights)
+    assert (loader.rank, loader.world_size, loader.weights) == (1, 2, (1.0, 0.25))
+    assert len(list(loader.step_batches())) == 1
+    with pytest.raises(UsageError, match="has 4 ranks, and there are 2"):
+        loader.set_assignment(0, 2)
 
 
 # --- the sample audit

@@ -16,6 +16,7 @@ QUICK = {
     "test_building": ["test_a_replacement_learns_what_its_rank_learnt_at_the_start"],
     "test_canonical": ["test_any_number_of_ranks_ends_with_the_same_bits"],
     "test_sample_audit": ["test_kills_in_the_middle_of_epochs_leave_an_exact_journal"],
+    "test_data_coordinates_jobs": ["test_a_lost_rank_of_a_data_coordinate_is_replaced"],
     "test_disks": ["test_a_master_that_cannot_write_does_not_keep_the_only_agent"],
     "test_double_faults": ["test_a_second_death_in_the_middle_of_a_recovery"],
     "test_elastic": [

@@ -56,7 +56,7 @@ def check_repaired(run: Run, calm: Run, killed: set[int]) -> None:
 
 
 def test_a_lost_rank_of_a_data_coordinate_is_replaced(tmp_path: Path) -> None:
-    """A rank that counts in the audit by a spare, later one that does not by a new process."""
+    """By a spare: a rank whose samples count in the audit, and later one whose samples are compared with them."""
     run = start(tmp_path, "--fault", "5:2", "--fault", "11:1", flags=("--spares", "1"))
     check_repaired(run, reference(), {1, 2})
     assert len({line.loss for line in reference().ledger if line.step == 3}) == 2, "one for each data coordinate"

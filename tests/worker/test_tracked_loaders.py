@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
-from holdfast.errors import ScriptError
+import holdfast as hf
+from holdfast.data.data_coordinates import DataCoordinates
+from holdfast.errors import ScriptError, UsageError
 from holdfast.state.tracked import Tracked
-from holdfast.worker.tracked_loaders import Sizing
+from holdfast.worker.tracked_loaders import Sizing, common_coordinates
 
 
 class Thing:
@@ -44,6 +46,28 @@ def test_every_source_must_be_shared_out_or_the_script_says_otherwise(
         assert not sizing.saw_source(())
     found = sizing.why_fixed(tracked, is_per_rank=False)
     assert found.startswith(why) and bool(found) == bool(why)
+
+
+def loader(by_rank: tuple[int, ...] | None) -> hf.Loader:
+    made = hf.Loader(range(20), global_batch_size=4, rank=0, world_size=4)
+    made.coordinates = None if by_rank is None else DataCoordinates(by_rank)
+    return made
+
+
+def test_all_tracked_loaders_have_the_same_data_coordinates() -> None:
+    assert common_coordinates(Tracked(data=Shared())) is None
+    assert common_coordinates(Tracked(one=loader(None), other=loader(None))) is None
+    found = common_coordinates(Tracked(one=loader((0, 0, 1, 1)), other=loader((0, 0, 1, 1))))
+    assert found == DataCoordinates((0, 0, 1, 1))
+    for other in (None, (0, 1, 0, 1)):
+        with pytest.raises(UsageError, match="the loaders 'one' and 'other' divide their batches along different"):
+            common_coordinates(Tracked(one=loader((0, 0, 1, 1)), other=loader(other)))
+
+
+@pytest.mark.parametrize("choice", [None, True, False])
+def test_a_loader_s_mesh_fixes_the_number(choice: bool | None) -> None:
+    why = Sizing(choice).why_fixed(Tracked(data=loader((0, 0, 1, 1))), is_per_rank=False)
+    assert why.startswith("a loader's mesh is made for this number of ranks")
 
 
 @pytest.mark.parametrize("choice", [None, False])
