@@ -100,7 +100,7 @@ def read_stream(member: Member, rank: int, size: int, directory: str) -> list[An
     )
     batches = []
     for batch in data:
-        batches.append(batch.tolist())
+        batches.append([] if data.is_ghost else batch.tolist())
         data.commit()
     leases, problems = data.take_news()
     dist.barrier()
