@@ -3,7 +3,7 @@
     coordinates.py STEPS [--fault STEP:RANK]… [--wrong STEP] [--slots N] [--stages]
 
 --fault      kill -9 in the backward pass of this step, once
---wrong      in this step rank 3 is given the batch of another step
+--wrong      in this step rank 3 is given the batch of the other coordinate
 --stages     the ranks of a coordinate are stages of a pipeline: only the last has a loss
 WORK/ledger  step rank pid view world loss, one line a committed step and rank; the loss of ranks without one is `none`
 WORK/final-R step and digest of the state
@@ -66,7 +66,7 @@ twins = mesh["tp"].get_group()
 for step in job.steps(arguments.steps):
     with step:
         if step.number == arguments.wrong and job.rank == 3:
-            data._step += 1  # a loader that has lost count
+            data._slots = lambda: range(6)  # those of the other coordinate
         losses = []
         for x in step.batches(data):
             y = model(x)
@@ -77,9 +77,9 @@ for step in job.steps(arguments.steps):
             assert step.number == arguments.wrong or torch.equal(other, loss), "ranks of a coordinate drew differently"
             assert step.loss_scale == data.loss_scale
             (loss * step.loss_scale).backward()
-            losses.append(float(loss))
+            losses.append(loss.item())
         if step.number == arguments.wrong and job.rank == 3:
-            data._step -= 1
+            del data._slots
         optimizer.step()
         optimizer.zero_grad()
         has_loss = not arguments.stages or mesh.get_coordinate()[1] == 1
