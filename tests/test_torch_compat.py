@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -114,11 +115,12 @@ def test_random_operations_of_dtensors_begin_without_an_exchange(monkeypatch: py
     monkeypatch.setattr(_random, "_get_device_handle", lambda kind: DeviceModule)
     monkeypatch.setattr(torch.distributed, "broadcast", refuse_broadcast)
     monkeypatch.setattr(_random, "_rng_tracker", None)
+    module: Any = _random
     torch_compat.begin_dtensor_random(MeshOf("cpu"))
-    assert _random._rng_tracker is None, "torch has none for the CPU"
+    assert module._rng_tracker is None, "torch has none for the CPU"
     torch_compat.begin_dtensor_random(MeshOf("cuda"))
-    tracker: object = _random._rng_tracker
+    tracker = module._rng_tracker
     assert isinstance(tracker, _random.OffsetBasedRNGTracker) and tracker._device == torch.device("cuda:3")
     torch_compat.begin_dtensor_random(MeshOf("cuda"))
-    assert _random._rng_tracker is tracker, "one for the process"
+    assert module._rng_tracker is tracker, "one for the process"
     assert not any("generator" in name or "state" in name for name in vars(tracker)), "it has no state of its own"
