@@ -115,12 +115,15 @@ def test_random_operations_of_dtensors_begin_without_an_exchange(monkeypatch: py
     monkeypatch.setattr(_random, "_get_device_handle", lambda kind: DeviceModule)
     monkeypatch.setattr(torch.distributed, "broadcast", refuse_broadcast)
     monkeypatch.setattr(_random, "_rng_tracker", None)
-    module: Any = _random
+
+    def made() -> Any:
+        return _random._rng_tracker
+
     torch_compat.begin_dtensor_random(MeshOf("cpu"))
-    assert module._rng_tracker is None, "torch has none for the CPU"
+    assert made() is None, "torch has none for the CPU"
     torch_compat.begin_dtensor_random(MeshOf("cuda"))
-    tracker = module._rng_tracker
+    tracker = made()
     assert isinstance(tracker, _random.OffsetBasedRNGTracker) and tracker._device == torch.device("cuda:3")
     torch_compat.begin_dtensor_random(MeshOf("cuda"))
-    assert module._rng_tracker is tracker, "one for the process"
+    assert made() is tracker, "one for the process"
     assert not any("generator" in name or "state" in name for name in vars(tracker)), "it has no state of its own"
