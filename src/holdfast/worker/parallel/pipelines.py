@@ -39,6 +39,8 @@ INITIALIZE = "_initialize_pp_stages"
 """The method that finds out the shapes."""
 CACHES = ("fwd_cache", "bwd_cache", "backward_state", "dw_runner", "args_recv_info", "act_send_info", "grad_recv_info")
 """What a stage holds of the step under way, and of the exchange."""
+RUNTIME = ("backward_counter", "fwd_recv_ops", "bwd_recv_ops", "unshard_ops", "unsharded_stages")
+"""What a schedule of several stages holds of the step under way, beside them."""
 
 
 def is_schedule(thing: Any) -> bool:
@@ -99,6 +101,8 @@ def reset(schedule: Any) -> None:
         assert hasattr(schedule, name), name
         setattr(schedule, name, False)
     schedule._internal_losses.clear()
+    for name in RUNTIME:
+        getattr(schedule, name, {}).clear()
     for stage in stages_of(schedule):
         stage.clear_runtime_states()
         for name in CACHES:
