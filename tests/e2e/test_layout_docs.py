@@ -14,7 +14,9 @@ from holdfast.core.strategies import Strategy
 from support.jobs import Place, wait_for
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/layouts.md"
-SCRIPTS = {name: text for text, name in re.findall(r"^```python\n(# (\w+)\.py: .*?)^```", PAGE.read_text(), re.M | re.S)}
+SCRIPTS = {
+    name: text for text, name in re.findall(r"^```python\n(# (\w+)\.py: .*?)^```", PAGE.read_text(), re.M | re.S)
+}
 
 
 def final_loss(place: Place) -> list[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from e2e.scripts.variations import ALL
 from support.matrix import LIMIT_S, Case, all_cases, run_case
 
 QUICK: set[str] = {
@@ -19,6 +20,8 @@ QUICK: set[str] = {
     "told_once-errors-spare",
     "fsdp-kills-no_spare",
     "local_experts-start-no_spare",
+    "fsdp_and_tensor_parallel-kills-no_spare",
+    "pipeline_1f1b_and_ddp-kills-no_spare",
 }
 """What `make test` has time for: most kinds of state, each plan, with a spare and without."""
 
@@ -30,6 +33,16 @@ QUICK: set[str] = {
 )
 def test_right_or_refused(case: Case, tmp_path: Path) -> None:
     run_case(case, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(LIMIT_S)
+@pytest.mark.parametrize("spares", [0, 1])
+@pytest.mark.parametrize("name", [name for name, one in ALL.items() if one.build.__module__.endswith("layouts")])
+def test_a_kill_in_the_middle_of_a_pass_is_repaired_in_every_layout(name: str, spares: int, tmp_path: Path) -> None:
+    """Neighbours wait in a send, a gather or a reduction then."""
+    if not ALL[name].refused and name != "experts_declared":  # which have no such point
+        run_case(Case(ALL[name], "inside", spares), tmp_path)
 
 
 def test_quick_cases_are_cases() -> None:

@@ -56,6 +56,8 @@ PLANS: dict[str, tuple[tuple[str, int, str], ...]] = {
         ("between", 21, "exit"),
     ),
 }
+INSIDE = (("forward", 3, "kill"), ("backward", 7, "kill"), ("forward", 11, "raise"), ("backward", 15, "kill"))
+"""In the middle of passes, of scripts that have these points: the plan `inside`."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class Case:
         last = self.variation.ranks - 1
         return [
             f"{point}:{step}:{0 if (index + self.spares) % 2 else last}:{action}"
-            for index, (point, step, action) in enumerate(PLANS.get(self.plan, ()))
+            for index, (point, step, action) in enumerate({**PLANS, "inside": INSIDE}.get(self.plan, ()))
         ]
 
 

@@ -30,6 +30,20 @@ def mesh_of(**sizes: int) -> DeviceMesh:
     return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
+def hurting(bench: Bench, module: nn.Module) -> nn.Module:
+    """Have the points `forward` and `backward` in the middle of a module's passes, where its neighbours wait."""
+    module.register_forward_pre_hook(lambda *_: bench.hurt("forward"))
+    module.register_full_backward_pre_hook(lambda *_: bench.hurt("backward"))
+    return module
+
+
+def whole(bench: Bench) -> Net:
+    """A model to be cut, which has the points."""
+    net = Net()
+    hurting(bench, net.middle)
+    return net
+
+
 def parallel(net: nn.Module, mesh: DeviceMesh, first: str = "first", second: str = "middle") -> Any:
     """Cut two layers as tensor parallelism does."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -46,19 +60,19 @@ def replicate(net: nn.Module, mesh: DeviceMesh) -> Any:
 @variation(ranks=4)
 def fsdp_and_tensor_parallel(bench: Bench) -> Training:
     mesh = mesh_of(dp=2, tp=2)
-    return Training(fully_shard(parallel(Net(), mesh["tp"]), mesh=mesh["dp"]), data=loader(mesh["dp"]))
+    return Training(fully_shard(parallel(whole(bench), mesh["tp"]), mesh=mesh["dp"]), data=loader(mesh["dp"]))
 
 
 @variation(ranks=4)
 def replicate_and_tensor_parallel(bench: Bench) -> Training:
     mesh = mesh_of(dp=2, tp=2)
-    return Training(replicate(parallel(Net(), mesh["tp"]), mesh["dp"]), data=loader(mesh["dp"]))
+    return Training(replicate(parallel(whole(bench), mesh["tp"]), mesh["dp"]), data=loader(mesh["dp"]))
 
 
 @variation(ranks=8)
 def hsdp_and_tensor_parallel(bench: Bench) -> Training:
     mesh = mesh_of(replicate=2, shard=2, tp=2)
-    model = fully_shard(parallel(Net(), mesh["tp"]), mesh=mesh["replicate", "shard"])
+    model = fully_shard(parallel(whole(bench), mesh["tp"]), mesh=mesh["replicate", "shard"])
     return Training(model, data=loader(mesh["replicate", "shard"]))
 
 
@@ -117,6 +131,10 @@ def pipeline(
     if schedule == "ScheduleZBVZeroBubble":
         numbers = [own, 2 * size - 1 - own]
     modules = [wrap(stage) for stage in stages(numbers, size * rounds)]
+    for module in modules:
+        for block in module.modules():
+            if isinstance(block, Block):
+                hurting(bench, block.up)
     parts = [
         PipelineStage(module, number, size * rounds, torch.device("cpu"), group=pp.get_group())
         for module, number in zip(modules, numbers, strict=True)
