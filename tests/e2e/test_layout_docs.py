@@ -30,8 +30,8 @@ def test_a_script_of_the_page_ends_with_the_same_loss_when_a_rank_is_killed(name
     script = tmp_path / f"{name}.py"
     script.write_text(SCRIPTS[name])
     calm, hurt = Place(tmp_path / "calm"), Place(tmp_path / "hurt")
-    assert calm.start("--nproc-per-node", "4", script).wait() == 0
-    agent = hurt.start("--nproc-per-node", "4", script)
+    assert calm.start("--nproc-per-node", "4", str(script)).wait() == 0
+    agent = hurt.start("--nproc-per-node", "4", str(script))
     wait_for(lambda: hurt.journal.of(StepCommittedRecord), what="the first step")
     victim = hurt.journal.of(WorkersStartedRecord)[0].pids[1]
     os.kill(victim, signal.SIGKILL)

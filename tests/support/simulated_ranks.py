@@ -25,7 +25,8 @@ from holdfast.state.tracked import Tracked
 from holdfast.torch_compat import Store
 from holdfast.wire.progress_page import ProgressPage
 from holdfast.wire.worker_messages import Assignment, FromWorker, StreamReportedMessage, ViewJoinedMessage
-from holdfast.worker.engine import CommitVote, Engine
+from holdfast.worker.commit_vote import CommitVote
+from holdfast.worker.engine import Engine
 from holdfast.worker.engine_interfaces import EngineCollectives
 from holdfast.worker.membership import Membership
 from holdfast.worker.replica_check import Due
@@ -120,7 +121,7 @@ class World:
             assert self.changed.wait_for(condition, TIMEOUT_S)
 
 
-def assignment(view: int, rank: int, size: int, **more: Any) -> Assignment:
+def assignment(view: int, rank: int, size: int, first_ranks: tuple[int, ...] = (0,), **more: Any) -> Assignment:
     return Assignment(
         view=view,
         rank=rank,
@@ -131,7 +132,7 @@ def assignment(view: int, rank: int, size: int, **more: Any) -> Assignment:
         group_world_size=1,
         store_host="simulated",
         store_port=0,
-        first_ranks=(0,),
+        first_ranks=first_ranks,
         strategy="replace" if view > 1 else "",
         **more,
     )

@@ -19,7 +19,7 @@ from holdfast.wire.worker_messages import (
     ViewJoinedMessage,
     WorkerReleased,
 )
-from holdfast.worker.engine import CommitVote
+from holdfast.worker.commit_vote import CommitVote
 from support.simulated_ranks import Killed, World
 
 VARIABLES: tuple[str, ...] = (

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from holdfast.core.events import DataSource, SessionInfo
 from holdfast.core.image_info import ImageInfo
-from holdfast.core.memory_plan import copies_by_default, gib, host_memory, shortage
+from holdfast.core.memory_plan import copies_by_default
 from holdfast.core.shard_map import ShardMap
 from holdfast.data.batch_source import BatchSource
 from holdfast.errors import ScriptError
@@ -31,9 +31,7 @@ from holdfast.state.arena import Arena
 from holdfast.state.optimizers import mark_of_settings
 from holdfast.state.per_rank_state import StatePart
 from holdfast.state.plain_values import mark_of_values
-from holdfast.state.state_size import expected_bytes
 from holdfast.state.tracked import Tracked
-from holdfast.util.cgroups import memory_headroom
 from holdfast.util.logs import get_logger
 from holdfast.wire.progress_page import ProgressPage
 from holdfast.wire.worker_messages import Assignment, SnapshotSettings, StreamReportedMessage
@@ -61,6 +59,7 @@ from holdfast.worker.restore.peer_replicas import ReplicaRing
 from holdfast.worker.restore.restore_source import RestorePoint, find_start
 from holdfast.worker.resume_point import RankStatus, ResumePoint
 from holdfast.worker.sample_recorder import describe
+from holdfast.worker.shard_copies import check_memory, say_not_copied
 from holdfast.worker.snapshot.taker import NO_VOTE, SnapshotTaker
 from holdfast.worker.state_sharding import StateSharding
 from holdfast.worker.tracked_loaders import Sizing
@@ -189,7 +188,8 @@ class WorkerState:
             return
         self._ring = None
         if is_needed:
-            self._check_memory()
+            is_on_device, has_snapshots = self._fence is not None, self._has_snapshots
+            check_memory(self._tracked, self.replicas, self._is_alone, is_on_device, has_snapshots)
             self._ring = ReplicaRing(self._tracked, self._ring_copies)
         self._freshness = ReplicaFreshness(self._tracked) if self._ring is not None else None
         self._transaction.undo_with(self._ring or UndoCopy(self._tracked))
@@ -204,34 +204,12 @@ class WorkerState:
             is_elastic=elastic.is_inside(),
         )
         if chosen < self._replicas and self.shard_map.shards > 1 and os.environ.get("RANK") == "0":
-            size = gib(expected_bytes(self._tracked))
-            log.info(
-                "shards-not-copied",
-                f"shards of {size} are on a device: they are not copied to other ranks before each commit (--replicas 1"
-                " does that; `holdfast plan` says what it costs). If a rank is lost, all ranks go back to the newest"
-                " snapshot in the agents' memory and repeat the steps since",
-            )
+            say_not_copied(self._tracked)
         return chosen
 
     @property
     def _has_snapshots(self) -> bool:
         return self._snapshot_settings is not None and self._snapshot_settings.every >= 0 and self._agent is not None
-
-    def _check_memory(self) -> None:
-        """Refuse copies of shards that the node has no memory for: the kernel would kill a process for them."""
-        size_bytes = expected_bytes(self._tracked)
-        memory = host_memory(
-            size_bytes,
-            size_bytes,
-            copies=self.replicas,
-            is_on_device=self._fence is not None,
-            has_snapshots=self._has_snapshots,
-        )
-        free = memory_headroom()
-        # Those that start together have allocated nothing yet; a newcomer's neighbours have, and are in what is free.
-        ranks = 1 if self._is_alone else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if why := shortage(memory, ranks, free.free_bytes, free.where):
-            raise ScriptError(f"{why}: use --replicas 0, with which a lost shard comes from snapshots, or more nodes")
 
     def _needs_ring(self) -> bool:
         """Return whether a sharded state is copied; a rank that is alone keeps its own copy, to be cut again."""

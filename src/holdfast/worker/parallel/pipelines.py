@@ -113,13 +113,23 @@ def reset(schedule: Any) -> None:
 def refuse_untracked(tracked: Iterable[Any]) -> None:
     """Raise ScriptError for a schedule that the script has made and not named: after a fault it would wait for shapes
     that no other rank sends."""
-    module = sys.modules.get(SCHEDULES)
-    if module is None:
+    if SCHEDULES not in sys.modules:
         return
     known = {id(schedule) for schedule in tracked}
-    for thing in gc.get_objects():
-        if isinstance(thing, module._PipelineSchedule) and id(thing) not in known:
-            raise ScriptError(
-                f"{type(thing).__name__} is not named in job.track: name it there, as in job.track(model=stage_module,"
-                " optimizer=optimizer, pipeline=schedule), so that it is put in order after a fault"
-            )
+    if not _schedules_but(known):
+        return
+    gc.collect()  # one that the script has dropped may be part of a cycle
+    if found := _schedules_but(known):
+        raise ScriptError(
+            f"{found[0]} is not named in job.track: name it there, as in job.track(model=stage_module,"
+            " optimizer=optimizer, pipeline=schedule), so that it is put in order after a fault"
+        )
+
+
+def _schedules_but(known: set[int]) -> list[str]:
+    """Return the kinds of the living schedules, without those that are known."""
+    base = sys.modules[SCHEDULES]._PipelineSchedule
+    # By its type: to ask some objects for their class is to have them warn, or import.
+    return [
+        type(thing).__name__ for thing in gc.get_objects() if issubclass(type(thing), base) and id(thing) not in known
+    ]
