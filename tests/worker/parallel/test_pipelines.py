@@ -42,7 +42,7 @@ def schedule_of(*modules: Half) -> Any:
     stages = [PipelineStage(m, n, len(modules), torch.device("cpu")) for n, m in enumerate(modules)]
     if len(stages) == 1:
         return ScheduleGPipe(stages[0], n_microbatches=2, loss_fn=mse_loss)
-    return ScheduleInterleaved1F1B(stages, n_microbatches=2, loss_fn=mse_loss)
+    return ScheduleInterleaved1F1B([*stages], n_microbatches=2, loss_fn=mse_loss)
 
 
 def step(schedule: Any) -> list[float]:
