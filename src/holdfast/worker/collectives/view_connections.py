@@ -85,17 +85,18 @@ class ViewConnections:
         come. Raises TimeoutError if it cannot be made in time."""
         if self.store is None or size == 1:
             return LocalOnly(rank, size)
-        store = PrefixStore(f"view/{self.view}/{name}/{device}", self.store)
         promise: Future[Any] = Future()
         with self._lock:
             self.check()
             communicator = self._communicator(device)
+            is_first = not self._waiting
             self._waiting.add(promise)
             self.mesh.add_store(store_addresses(self.store))
         index = torch.accelerator.current_device_index() if device != "cpu" else 0
         begun: list[Any] = []
         about = GroupInfo(f"{name}/view/{self.view}", ranks, index, functools.partial(self._began, communicator, begun))
-        arguments = (promise, communicator, begun, (store, rank, size, timeout, self.mesh, about))
+        prefix = f"view/{self.view}/{name}/{device}"
+        arguments = (promise, communicator, begun, prefix, is_first, (rank, size, timeout, self.mesh, about))
         threading.Thread(target=self._make, args=arguments, name=f"holdfast-{name}", daemon=True).start()
         limit_s = timeout.total_seconds() + MAKE_MARGIN_S
         try:
@@ -130,11 +131,22 @@ class ViewConnections:
             self._asker.start()
 
     def _make(
-        self, promise: Future[Any], communicator: Communicator, begun: list[Any], arguments: tuple[Any, ...]
+        self,
+        promise: Future[Any],
+        communicator: Communicator,
+        begun: list[Any],
+        prefix: str,
+        is_first: bool,
+        arguments: tuple[Any, ...],
     ) -> None:
         inner: Any = None
         try:
-            inner = communicator.make(*arguments)
+            assert self.store is not None
+            # A client serves one request after another: while one group waits in it for its members, another could not
+            # tell its own that it has come, and ranks that come to two groups in different orders would wait for one
+            # another.
+            client = self.store if is_first else self.store.clone()
+            inner = communicator.make(PrefixStore(prefix, client), *arguments)
         except BaseException as error:
             # Its frames hold the half-made communicator, and the error may be kept for long.
             settle(promise, error=error.with_traceback(None))
