@@ -145,7 +145,7 @@ class ViewConnections:
             # A client serves one request after another: while one group waits in it for its members, another could not
             # tell its own that it has come, and ranks that come to two groups in different orders would wait for one
             # another.
-            client = self.store if is_first else self.store.clone()
+            client: Store = self.store if is_first else self.store.clone()  # type: ignore[attr-defined]
             inner = communicator.make(PrefixStore(prefix, client), *arguments)
         except BaseException as error:
             # Its frames hold the half-made communicator, and the error may be kept for long.
