@@ -31,6 +31,7 @@ from fire.failure import BrokenError, start
 from fire.homes import Homes
 from fire.ranks import Board, Host, Table, World, train
 from fire.state import State
+from holdfast.core.shard_map import ShardMap
 from holdfast.errors import CheckpointError
 from holdfast.snapshots.slot_file import SLOTS, SlotStatus
 from holdfast.state.partition import PartPlan
@@ -232,7 +233,7 @@ class Campaign:
     def _restore_on(self, images: list[StoredImage], world: World, rank: int) -> Left | None:
         state = world.state(rank)
         everywhere = SmallCollectives(rank, world.size, list, lambda values: [list(values)] * world.size)
-        memory = SnapshotRestore(images, 0, 1, world.shards, state.tracked, everywhere)
+        memory = SnapshotRestore(images, 0, 1, ShardMap(world.shards), state.tracked, everywhere)
         if (choice := memory.load(0)) is None:
             memory.raise_refused()
             return None
@@ -280,7 +281,7 @@ class Campaign:
         lives = set()
         for rank in range(world.shards):
             state = world.state(rank)
-            from_checkpoints.load(found, state.tracked, rank, world.shards)
+            from_checkpoints.load(found, state.tracked, ShardMap(world.shards), rank)
             lives.add(self._checked(state, found.step, "storage").maker)
         if len(lives) > 1:
             raise BrokenError(f"life {self._life}: parts of step {found.step} in storage are of lives {sorted(lives)}")

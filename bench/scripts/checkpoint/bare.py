@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from training import SIZE_BYTES, STORAGE, TURNS, Clock, Training, drop_from_cache, serve, stall_turn, timed
 
 import holdfast as hf
+from holdfast.core.shard_map import ShardMap
 from holdfast.snapshots.slot_file import SlotPage, map_image
 from holdfast.state.tracked import Tracked
 from holdfast.storage.checkpoint_catalogue import CheckpointCatalogue
@@ -262,7 +263,7 @@ class Bare:
             held = StoredImage(path=path, info=msgspec.structs.replace(record.image, checksums=checksums))
 
             def recall() -> None:
-                memory = from_snapshots.SnapshotRestore([held], 0, 1, 1, tracked, small_collectives.outside())
+                memory = from_snapshots.SnapshotRestore([held], 0, 1, ShardMap(), tracked, small_collectives.outside())
                 assert memory.load(0) is not None
 
             found["recall_s"] = timed(recall)
@@ -273,8 +274,8 @@ class Bare:
         drop_from_cache(directory)
         found["raw_read_2_s"] = timed(lambda: _raw_read(directory / "step-1" / stored.manifest.parts[0].file, 2))
         drop_from_cache(directory)
-        found["load_cold_s"] = timed(lambda: from_checkpoints.load(stored, tracked, 0, 1))
-        found["load_warm_s"] = timed(lambda: from_checkpoints.load(stored, tracked, 0, 1))
+        found["load_cold_s"] = timed(lambda: from_checkpoints.load(stored, tracked, ShardMap(), 0))
+        found["load_warm_s"] = timed(lambda: from_checkpoints.load(stored, tracked, ShardMap(), 0))
         return found
 
 
