@@ -102,13 +102,16 @@ def test_a_port_that_another_program_has_is_named_with_that_program(tmp_path: Pa
 
 def test_two_jobs_of_one_node_at_one_port_do_not_become_one(tmp_path: Path) -> None:
     """The second is refused, and does not end with the first one's success."""
-    port = str(free_port())
+    port, same_user = str(free_port()), {"HOLDFAST_TOKEN": "the token of this test, long enough"}
     first, second = Place(tmp_path / "first"), Place(tmp_path / "second")
-    running = first.start("--master-port", port, *SPAWN, STEPS)
+    running = first.start("--master-port", port, *SPAWN, STEPS, env=same_user)
     first.journal.wait_for_workers(1)
-    refused = second.start("--master-port", port, *SPAWN, STEPS)
+    refused = second.start("--master-port", port, *SPAWN, STEPS, env=same_user)
     assert refused.wait() == 4
     assert "the port is in use by job " in refused.said and "which has its only node" in refused.said
+    stranger = Place(tmp_path / "third").start("--master-port", port, *SPAWN, STEPS)
+    assert stranger.wait() == 4
+    assert f"port {port} is in use by a job with another token: give this job another --master-port" in stranger.said
     first.finish()
     assert running.wait() == 0
 

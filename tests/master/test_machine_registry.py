@@ -301,7 +301,7 @@ def test_what_a_check_found_is_kept_and_a_failed_one_is_probation(
     assert run_app(["nodes", "history", "host-b", "--state-dir", str(tmp_path)]) == 0
     told = capsys.readouterr().out
     assert "host-b  check-failed check-failed: matmul check: device 0: the product is wrong (before the job)" in told
-    later = Care(tmp_path, nodes=(1, 1))
+    later = Care(tmp_path, nodes=(2, 2))
     later.do(later.world.hello("b"), later.world.hello("d"))
     grades = {name: later.world.job.nodes[name].reputation.grade for name in "bd"}
     assert grades == {"b": Grade.PROBATION, "d": Grade.GOOD}

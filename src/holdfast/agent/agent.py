@@ -259,15 +259,14 @@ class Agent:
         orders = asyncio.create_task(self._work())
         try:
             await asyncio.wait({link, orders}, return_when=asyncio.FIRST_COMPLETED)
-            result = link_failed(link) if link.done() and not link.cancelled() else await orders
+            result = link_failed(link, self._supervisor) if link.done() and not link.cancelled() else await orders
             return self._completed(result)
         finally:
             await self._close(link, orders)
 
     def _completed(self, result: Result) -> Result:
         """Return the result with what the console shows of the end."""
-        incidents = self._console.incidents(self._order)
-        last_line = self._console.ended_line(result.outcome, result.why, incidents)
+        last_line = self._console.ended_line(result.outcome, result.why, self._console.incidents(self._order))
         group = self._worker_group
         return msgspec.structs.replace(
             result,

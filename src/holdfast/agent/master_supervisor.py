@@ -139,6 +139,11 @@ class MasterSupervisor:
             async with asyncio.timeout(seconds):
                 await self._released.wait()
 
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the master at the port is another job's: no other agent can have started one for this job."""
+        return self._plan.has_one_node and not self.owned
+
     async def take_over(self, job_id: str, *, has_joined: bool) -> bool:
         """Supervise the job's master from now on, if no agent of this machine does; return whether this one has begun
         to. If this agent has not joined the job, there may be none yet: what used the port was not its master."""

@@ -9,6 +9,7 @@ import msgspec
 
 from holdfast import exit_codes
 from holdfast.agent.console import signal_words
+from holdfast.agent.master_supervisor import MasterSupervisor
 from holdfast.core.faults.failures import Failure
 from holdfast.core.orders import Exit
 from holdfast.core.records import Outcome
@@ -46,9 +47,12 @@ def reason_of(order: Exit, checkpoint: str) -> str:
     return f"{order.why}; the last checkpoint is {checkpoint}"
 
 
-def link_failed(link: asyncio.Task[None]) -> Result:
+def link_failed(link: asyncio.Task[None], supervisor: MasterSupervisor | None) -> Result:
     """Return the result of a run whose connection to the master failed for good; raise what is a bug."""
     error = link.exception()
+    if isinstance(error, AuthenticationError) and supervisor and supervisor.is_foreign:
+        remedy = "give this job another --master-port or --rdzv-endpoint, or --standalone"
+        return Result(exit_codes.REFUSED, f"port {supervisor.port} is in use by a job with another token: {remedy}")
     if isinstance(error, AuthenticationError):
         return Result(exit_codes.REFUSED, str(error))
     if isinstance(error, LaunchError):
