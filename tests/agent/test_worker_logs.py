@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from holdfast.agent.worker_logs import (
     read_tail,
     tail_lines,
 )
+from holdfast.core.faults.failures import Exited, Failure
 from holdfast.errors import LaunchError
 
 
@@ -401,3 +403,39 @@ def test_tails_begin_where_this_worker_began_and_absent_files_have_none(tmp_path
     assert tail_lines(str(tmp_path / "absent"), 9, 100) == ()
     assert tail_lines("", 9, 100) == ()
     assert read_tail(str(tmp_path), 100) == ""
+
+
+@pytest.mark.parametrize(
+    ("choices", "shown"),
+    [
+        ({"has_report": True}, b"before\nafter\n"),
+        ({}, b"before\n{traceback}\nafter\n"),
+        ({"has_report": True, "tee": 2}, b"[default0]:before\n[default0]:{traceback}\n[default0]:after\n"),
+    ],
+)
+def test_a_traceback_that_the_report_shows_is_left_out_where_lines_have_no_prefix(
+    tmp_path: Path, choices: dict[str, Any], shown: bytes
+) -> None:
+    traceback = "Traceback (most recent call last):\nValueError: no"
+    with Screen(tmp_path, **choices) as screen:
+        files = screen.logs.open(1, 0, 0)
+        error = {"message": {"message": "ValueError: no", "extraInfo": {"py_callstack": traceback + "\n"}}}
+        Path(files.error_file).write_text(json.dumps(error))
+        text = f"before\n{traceback}\nafter\n"
+        process = start(f"import sys; sys.stderr.write({text!r})", files)
+        assert process.wait(30) == 0
+        cause = Failure(
+            node_id="a",
+            view=1,
+            rank=0,
+            local_rank=0,
+            pid=1,
+            end=Exited(1),
+            failed_at=0.0,
+            error_file=files.error_file,
+            traceback=traceback,
+        )
+        screen.logs.decide_report(cause)
+        assert asyncio.run(screen.logs.drain())
+        expected = traceback.replace("\n", "\n[default0]:") if "tee" in choices else traceback
+        assert screen.err == shown.replace(b"{traceback}", expected.encode())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,8 +12,9 @@ from types import ModuleType
 
 import pytest
 
-from holdfast.cli.run import check_options, check_program, resume_command
+from holdfast.cli.run import check_options, check_program, resume_command, run, without_message
 from holdfast.cli.run_flags import parse_run
+from holdfast.core.faults.failures import Exited, Failure
 from holdfast.errors import UsageError
 
 
@@ -116,3 +118,42 @@ def test_nothing_starts_for_a_script_that_is_not_there(tmp_path: Path) -> None:
 )
 def test_the_command_that_goes_on_names_the_job(words: list[str], command: str) -> None:
     assert resume_command(words, parse_run(words, {}), "train-1") == command
+
+
+@pytest.mark.parametrize(
+    ("exception", "traceback", "line"),
+    [
+        (
+            "torch.OutOfMemoryError",
+            "Traceback …",
+            "job j failed: rank 0 exited with code 1: torch.OutOfMemoryError; end",
+        ),
+        ("", "Traceback …", "job j failed: rank 0 exited with code 1: Error: a, b; end"),
+        ("ValueError", "", "job j failed: rank 0 exited with code 1: Error: a, b; end"),
+    ],
+)
+def test_the_last_line_does_not_repeat_what_the_report_above_it_says(exception: str, traceback: str, line: str) -> None:
+    cause = Failure(
+        node_id="a",
+        view=1,
+        rank=0,
+        local_rank=0,
+        pid=1,
+        end=Exited(1),
+        failed_at=0.0,
+        exception=exception,
+        message="Error: a, b",
+        traceback=traceback,
+    )
+    said = "job j failed: rank 0 exited with code 1: Error: a, b; end"
+    assert without_message(said, cause) == line
+
+
+def test_a_mistake_in_the_command_line_is_in_the_launchers_error_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error_file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
+    with pytest.raises(UsageError, match="nosuch"):
+        run(["--rdzv-backend", "nosuch", "train.py"])
+    assert "--rdzv-backend nosuch" in json.loads(error_file.read_text())["message"]["message"]

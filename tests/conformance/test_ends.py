@@ -25,6 +25,7 @@ ENDS_DIFFERENTLY = {
     "exit code after a signal": "128 + the signal's number, not 1",
     "other workers in the summary": "left out: they were ended because of the failure",
     "error file of an exception without `@record`": "written all the same",
+    "traceback of the exception that ends the job": "once, in the report; tests/e2e/test_console.py holds it",
     "files of streams that are not redirected": "written all the same",
     "a node that comes late to `--nnodes 1:2`": "the job has begun without it; it joins",
     "a file timer that expires": "restarts, where torchrun kills itself",

@@ -109,3 +109,22 @@ def goes_on(job: Place, words: list[str], hurry: Path, job_id: str, saved: str) 
     status = [sys.executable, "-m", "holdfast", "status", "--state-dir", str(job.state_dir)]
     page = subprocess.run(status, capture_output=True, text=True, timeout=60, check=True, env=wide)
     assert f"resumed at step {step} from {saved}" in page.stdout
+
+
+def test_an_exception_that_ends_the_job_is_shown_once_and_the_last_line_is_short(tmp_path: Path) -> None:
+    """With the traceback, in the report; what it did to another rank is above that."""
+    job = Place(tmp_path)
+    plain = (sys.executable, "-m", "holdfast", "run")
+    agent = job.start(*TWO, str(SCRIPTS / "raises.py"), command=plain)
+    assert agent.wait() == 1
+    above, report = agent.stderr.split("root cause: rank 1 on ")
+    assert "ValueError: sample 2 is broken" not in above and "in load_batch" not in above
+    assert report.count("ValueError: sample 2 is broken") == 1 and report.count("in load_batch") == 1
+    last = report.splitlines()[-1]
+    assert re.fullmatch(
+        TIME + r"!! job \S+ failed \(\S+ s, 1 incident\): rank 1 on \S+ exited with code 1: ValueError;"
+        r" no restart is allowed \(--max-restarts 0\)",
+        last,
+    )
+    (log_file,) = job.state_dir.glob("logs/*/attempt_0/1/stderr.log")
+    assert "ValueError: sample 2 is broken" in log_file.read_text()

@@ -355,6 +355,7 @@ class Agent:
                 return await self._hold(order)
             case Exit():
                 self._is_over = True
+                self._logs.decide_report(order.cause)
                 await self._uplink.farewell_sent(FAREWELL_SENT_TIMEOUT_S)
                 url = self._worker_group.checkpoint_url()
                 await self._stop_workers(self._config.shutdown_timeout_s)

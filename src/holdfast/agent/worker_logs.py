@@ -35,7 +35,9 @@ from string import Template
 import msgspec
 
 from holdfast.agent.console_noise import NoiseFilter
+from holdfast.agent.held_traceback import HeldTraceback, ReportAtEnd
 from holdfast.agent.terminals import Terminals
+from holdfast.core.faults.failures import Failure
 from holdfast.errors import LaunchError
 from holdfast.util.private_directories import make_closed
 from holdfast.util.status_line import STATUS_LINE
@@ -79,6 +81,8 @@ class LogPlan(msgspec.Struct, frozen=True, kw_only=True):
     duplicate_stderr_filters: tuple[str, ...] = ()
     workers: int = 0
     """How many workers the node has."""
+    has_report: bool = False
+    """Whether the root cause of a failed job is shown at its end, with the traceback, below the workers' output."""
 
     def gets_terminal(self, local_rank: int, stream: int) -> bool:
         """Return whether a worker is the only one that the console shows, and its stream is shown unchanged."""
@@ -141,6 +145,12 @@ class WorkerLogs:
         self._is_interrupted = False
         self._terminals = Terminals()
         self._descriptors = {STDOUT: stdout_fd, STDERR: stderr_fd}
+        self._report = ReportAtEnd()
+
+    def decide_report(self, cause: Failure | None) -> None:
+        """Leave the traceback of this failure, which the report at the end shows, off the console. Tracebacks of other
+        workers that were held back are shown."""
+        self._report.decide(cause)
 
     def hide_interrupts(self) -> None:
         """Keep the tracebacks of ranks that are stopped by a signal off the console from now on."""
@@ -203,7 +213,10 @@ class WorkerLogs:
             prefix = self._plan.prefix(local_rank, rank)
             line_filter = self._line_filter(stream, path.parent.parent, prefix)
         noise = NoiseFilter(lambda: self._is_interrupted) if stream == STDERR else None
-        followed = FollowedFile(path, prefix, line_filter, noise)
+        held = None
+        if stream == STDERR and self._plan.has_report and not prefix:  # who wants prefixes wants every line with one
+            held = HeldTraceback(path.with_name("error.json"), self._report)
+        followed = FollowedFile(path, prefix, line_filter, noise, held)
         self._followed[local_rank, stream] = followed
         self._feeds[stream].add(followed)
 
@@ -215,6 +228,7 @@ class WorkerLogs:
     async def drain(self, stall_s: float = DRAIN_STALL_S) -> bool:
         """Wait until all that was written before is shown. False if the console took nothing for `stall_s`."""
         self.copy_terminals()
+        self._report.decide(None)  # where the run has ended without a report
         return all(await asyncio.gather(*(feed.drain(stall_s) for feed in self._feeds.values())))
 
     def close(self) -> None:
@@ -283,13 +297,14 @@ class FollowedFile:
         prefix: bytes = b"",
         line_filter: LineFilter | None = None,
         noise: NoiseFilter | None = None,
+        held: HeldTraceback | None = None,
     ) -> None:
         self.path = path
         self.shown_bytes = path.stat().st_size
         """How far the console has it; the thread that drains reads it."""
         self._prefix = prefix
         self._line_filter = line_filter
-        self._noise = noise
+        self._noise, self._held = noise, held
         self._fd: int | None = None
         self._partial = b""
         self._partial_since = 0.0
@@ -310,7 +325,8 @@ class FollowedFile:
 
     def is_shown_to(self, size_bytes: int) -> bool:
         """Return whether all before this point is on the console, or is not to be."""
-        return self.shown_bytes >= size_bytes and not (self._noise and self._noise.is_holding)
+        is_holding = (self._noise and self._noise.is_holding) or (self._held and self._held.is_holding)
+        return self.shown_bytes >= size_bytes and not is_holding
 
     def finish(self) -> None:
         self._show_to_bytes = sys.maxsize
@@ -338,6 +354,8 @@ class FollowedFile:
         self.shown_bytes += show_bytes
         if self._noise and self._show_to_bytes and not chunk:  # all that there is; what is held back has no end
             self._write(feed, self._noise.flush())
+        if self._held:
+            self._write(feed, self._held.due(finishing and not chunk))
         return has_more, finishing and not chunk and not self._partial
 
     def _read(self) -> bytes:
@@ -361,6 +379,8 @@ class FollowedFile:
             self._line_filter.feed(data)
         if self._noise:
             data = self._noise.feed(data)
+        if self._held:
+            data = self._held.feed(data)
         self._write(feed, data)
 
     def _write(self, feed: ConsoleFeed, data: bytes) -> None:

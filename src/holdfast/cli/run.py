@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from holdfast.agent.launch.launcher import Launcher
     from holdfast.agent.results import Result
     from holdfast.agent.worker_logs import LogPlan
+    from holdfast.core.faults.failures import Failure
     from holdfast.core.faults.fault_types import FaultTable
 
 LOGS_SPECS_GROUP = "torchrun.logs_specs"
@@ -62,7 +63,11 @@ log = get_logger(__name__)
 
 def run(argv: list[str]) -> int:
     """Parse the flags, run the agent, report how it ended; return the exit code."""
-    return run_job(argv, is_command=True).exit_code
+    try:
+        return run_job(argv, is_command=True).exit_code
+    except UsageError as error:  # an outer launcher reads its file, whatever went wrong
+        _write_error_file(None, error.sentence)
+        raise
 
 
 def run_job(argv: list[str], inherited: InheritedServer | None = None, *, is_command: bool = False) -> Result:
@@ -255,11 +260,11 @@ async def _agent(config: AgentConfig, launcher: Launcher) -> Result:
 
 def _report(result: Result, options: RunOptions, again: str) -> None:
     from holdfast.cli.child_failures import child_failures, torchrun_summary
-    from holdfast.cli.launcher_error_file import ERROR_FILE_VARIABLE, write_launcher_error_file
     from holdfast.core.records import Outcome
     from holdfast.core.sentences import failure_report
 
     failures = child_failures(result.cause, result.failures) if result.exit_code else ()
+    text = result.last_line if result.last_line and not options.check_only else result.why
     if options.error_format == "torchrun" and failures:
         print(torchrun_summary(options.script, failures), file=sys.stderr)
     elif result.cause is not None:
@@ -268,13 +273,27 @@ def _report(result: Result, options: RunOptions, again: str) -> None:
             log.error("root-cause", report)
         else:
             print(report, file=sys.stderr)
-    if result.exit_code and (error_file := os.environ.get(ERROR_FILE_VARIABLE)):
-        write_launcher_error_file(error_file, result.cause, result.why)
-    text = result.last_line if result.last_line and not options.check_only else result.why
+            text = without_message(text, result.cause)
+    if result.exit_code:
+        _write_error_file(result.cause, result.why)
     if result.outcome is Outcome.STOPPED and result.saved and result.job_id:
         text += f"; to go on from {result.saved}, run: {again}" if again else f"; its state is in {result.saved}"
     is_asked_for = result.outcome is Outcome.STOPPED or result.exit_code == exit_codes.SUCCESS
     (log.notice if is_asked_for else log.error)("job-ended", text)
+
+
+def _write_error_file(cause: Failure | None, why: str) -> None:
+    from holdfast.cli.launcher_error_file import ERROR_FILE_VARIABLE, write_launcher_error_file
+
+    if error_file := os.environ.get(ERROR_FILE_VARIABLE):
+        write_launcher_error_file(error_file, cause, why)
+
+
+def without_message(text: str, cause: Failure) -> str:
+    """Return the end of a job with the type of the exception alone: the report above it has the traceback."""
+    if not cause.traceback or not cause.exception:
+        return text
+    return text.replace(f": {cause.message}", f": {cause.exception}", 1)
 
 
 # --- from flags to the agent's configuration
@@ -512,4 +531,5 @@ def _log_plan(options: RunOptions, node_id: str, run_id: str, workers: int) -> L
         duplicate_stdout_filters=options.duplicate_stdout_filters,
         duplicate_stderr_filters=options.duplicate_stderr_filters,
         workers=workers,
+        has_report=options.error_format == "holdfast" and options.log_format != "json",
     )
