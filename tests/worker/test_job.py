@@ -136,7 +136,12 @@ def test_plain_values_are_tracked_and_set_in_steps(tmp_path: Path) -> None:
         ),
         ("for step in job.steps(2):\n    with step: pass\n    with step: pass", "a step is entered once"),
         ("job.track(model=model)\njob.track(optimizer=optimizer)", "job.track is called once"),
-        ("job.track(model=model, rates=[0.1])", "rates is a list, which has no state_dict"),
+        ("job.track(model=model, rates=[0.1])", "ScriptError: rates is a list, which has no state_dict and no load_"),
+        (
+            "job.track_local(meter={'best': 0.1})",
+            "track what is in it by name, numbers and words as they are (best=0.0)",
+        ),
+        ("job.track(model=model, scheme=object())", "ScriptError: scheme is a object, which has no state_dict"),
         (
             "job.track(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1), model[0], data=0)",
             "job.track takes names, by which a state is found again: write job.track(model=model, optimizer=optimizer,"
@@ -153,7 +158,17 @@ def test_plain_values_are_tracked_and_set_in_steps(tmp_path: Path) -> None:
         ("job.track(model=model)\njob.watch(checksum_every=2.5)", "checksum_every is 2.5: give a number of steps"),
     ],
     ids=[
-        *("not entered", "second loop", "epoch left", "twice", "tracked twice", "no state", "no names"),
+        *(
+            "not entered",
+            "second loop",
+            "epoch left",
+            "twice",
+            "tracked twice",
+            "no state",
+            "a dict",
+            "an object",
+            "no names",
+        ),
         *("no names of its own", "untracked loader"),
         *("negative", "no number", "no steps"),
     ],

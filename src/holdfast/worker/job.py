@@ -53,7 +53,13 @@ from holdfast.worker.parallel import pipelines, wrappers
 from holdfast.worker.parallel.canonical import CanonicalReduction
 from holdfast.worker.parallel.holdings import DeclaredMesh, declared_mesh
 from holdfast.worker.parallel.models import communicates_in_forward, prepare_models, set_gradient_sync
-from holdfast.worker.script_checks import ScriptChecks, check_something_tracked, refuse_unnamed, warn_once
+from holdfast.worker.script_checks import (
+    ScriptChecks,
+    add_tracked,
+    check_something_tracked,
+    refuse_unnamed,
+    warn_once,
+)
 from holdfast.worker.shown_loss import LOSS
 from holdfast.worker.step import Step
 from holdfast.worker.tracked_loaders import Sizing, common_coordinates
@@ -224,7 +230,7 @@ class Job:
         self._engine.stage = pipelines.stage_number(schedules)
         objects = {name: thing for name, thing in objects.items() if not pipelines.is_schedule(thing)}
         for name, thing in wrappers.resolved(with_values_held(objects, self.values)).items():
-            self._tracked.add(name, thing)
+            add_tracked(self._tracked, name, thing)
         for optimizer in self._tracked.optimizers().values():
             optimizer.register_step_pre_hook(never_compiled(self._before_update))
         modules = list(self._tracked.modules().values())
@@ -255,7 +261,7 @@ class Job:
         if self._is_declared:
             raise ScriptError("job.track_local comes before job.track, which restores everything at once")
         for name, thing in with_values_held(objects, self.values).items():
-            self._tracked.add(name, thing, is_local=True)
+            add_tracked(self._tracked, name, thing, is_local=True)
 
     def steps(self, total: int) -> Iterator[Step]:
         """Yield the steps that are left of `total`, each until it is committed."""

@@ -33,7 +33,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from holdfast.data.batch_source import BatchSource
-from holdfast.errors import ScriptError
+from holdfast.errors import ScriptError, StateError
 from holdfast.state.tracked import Tracked
 from holdfast.torch_compat import is_iterator_of, never_compiled
 from holdfast.util.logs import get_logger
@@ -152,6 +152,20 @@ def refuse_unnamed(method: str, things: Sequence[Any]) -> None:
         f"job.{method} takes names, by which a state is found again: write"
         f" job.{method}({', '.join(f'{name}={name}' for name in names)})"
     )
+
+
+def add_tracked(tracked: Tracked, name: str, thing: Any, *, is_local: bool = False) -> None:
+    """Add an object to the state that `job.track` names. Raise ScriptError for one that cannot be part of it: each
+    further try would run the same script."""
+    if isinstance(thing, dict | list | tuple | set) and not hasattr(thing, "state_dict"):
+        raise ScriptError(
+            f"{name} is a {type(thing).__name__}, which has no state_dict and no load_state_dict: track what is in it"
+            " by name, numbers and words as they are (best=0.0)"
+        )
+    try:
+        tracked.add(name, thing, is_local=is_local)
+    except StateError as error:
+        raise ScriptError(str(error)) from None
 
 
 _warned: set[str] = set()
