@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from holdfast.errors import CheckpointError, UsageError
 from holdfast.state.export import export
@@ -235,3 +236,61 @@ def test_a_damaged_part_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="part-0"):
         export(catalogue, found, tmp_path / "m.safetensors")
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+def of_shards(root: Path, *trees: dict[str, Any]) -> tuple[CheckpointCatalogue, FoundCheckpoint]:
+    """A checkpoint of shards with these states."""
+    store = open_store(str(root))
+    with CheckpointWriter(store, CheckpointInfo(step=5, world_size=len(trees), shards=len(trees)), "a") as writing:
+        for shard, tree in enumerate(trees):
+            with memoryview(write_image(flatten(tree), 1, 0)) as image:
+                writing.write_part(shard, image)
+        found = writing.publish()
+    assert found is not None
+    return CheckpointCatalogue(store), found
+
+
+def optimizer_of(*names: str) -> dict[str, Any]:
+    return {"state": {}, "param_groups": [{"lr": 0.1, "params": list(names)}]}
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, of being used without a group
+def test_the_names_of_all_stages_are_one_model(tmp_path: Path) -> None:
+    stages = [
+        {"model": {name: torch.full((2,), float(at))}, "optimizer": optimizer_of(name)} for at, name in enumerate("ab")
+    ]
+    catalogue, found = of_shards(tmp_path / "run", *stages)
+    catalogue.verify(found)
+    export(catalogue, found, tmp_path / "m.safetensors", model="")
+    assert {name: value.tolist() for name, value in load_file(tmp_path / "m.safetensors").items()} == {
+        "a": [0, 0],
+        "b": [1, 1],
+    }
+    dcp_to_torch_save(str(tmp_path / "run" / "step-5"), str(tmp_path / "all.pt"))
+    loaded = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert loaded["optimizer"]["param_groups"] == [{"lr": 0.1, "params": ["a", "b"]}]
+
+
+def test_parameters_that_differ_between_shards_are_all_written_and_equal_ones_once(tmp_path: Path) -> None:
+    def tree(shard: int) -> dict[str, Any]:
+        values = {"gate": 0, "expert": shard, "statistics": shard, "cut": 0}
+        tensors = {
+            name: torch.full((3 + shard if name == "cut" else 3,), float(value)) for name, value in values.items()
+        }
+        return {"model": tensors, "optimizer": optimizer_of("gate", "expert", "cut")}
+
+    catalogue, found = of_shards(tmp_path / "run", tree(0), tree(1), tree(1))
+    catalogue.verify(found)
+    export(catalogue, found, tmp_path / "m.safetensors", model="")
+    written = {name: value.tolist() for name, value in load_file(tmp_path / "m.safetensors").items()}
+    three = [[float(number)] * 3 for number in range(2)]
+    assert written == {
+        "gate": three[0],
+        "statistics": three[0],
+        "expert": three[0],
+        "expert@1": three[1],
+        "expert@2": three[1],
+        "cut": three[0],
+        "cut@1": [0.0] * 4,
+        "cut@2": [0.0] * 4,
+    }

@@ -252,7 +252,7 @@ def test_stock_torch_finds_what_is_no_tensor_too(tmp_path: Path) -> None:
     odd = Thing({"big": 2**70, "deep": [[1, (2, b"x")], []], "kind": torch.int8, "at": torch.device("cpu"), "j": 2j})
     saved.add("odd", odd)
     path = written(tmp_path, bytes(write_image(saved.state(), 1, 0)))
-    content, stored = stock_objects(saved.state().skeleton)
+    content, stored = stock_objects([saved.state().skeleton])
     (tmp_path / "objects.bin").write_bytes(content)
     files = [("objects.bin", one) for one in stored]
     (tmp_path / ".metadata").write_bytes(dcp_metadata([(path.name, FilePart(path).layout)], files))

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from itertools import product
+from collections.abc import Iterable, Sequence
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from holdfast.errors import StateError
@@ -35,6 +38,17 @@ def test_through_worlds_of_other_sizes_and_kinds_and_back(tmp_path: Path, leak_g
         folders = [tmp_path / f"step-{step}" for step in same]
         contents = [{path.name: path.read_bytes() for path in folder.glob("part-*")} for folder in folders]
         assert all(content == contents[0] for content in contents)
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(240)
+def test_through_layouts_of_pipelines_and_tensor_parallelism_and_back(tmp_path: Path, leak_guard: str) -> None:
+    """Alone → PP × TP → FSDP2 × TP → FSDP2 → interleaved PP × FSDP2 → PP × TP → alone → FSDP2 × TP → DDP → …"""
+    script, environment = SCRIPT.with_name("layout_worlds.py"), {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, script, tmp_path], env=environment, capture_output=True, text=True, timeout=230, check=False
+    )
+    assert done.returncode == 0, done.stderr[-6_000:]
 
 
 @pytest.mark.parametrize("size", range(1, 7))
@@ -181,3 +195,115 @@ def test_a_plain_value_of_a_hook_is_given_back_to_it() -> None:
     flat = Tracked(model=saved).state()
     reshard([flat.skeleton], fetch_from([flat]), Tracked(model=live))
     assert torch.equal(live.weight, saved.weight) and live.runs == 7
+
+
+class Whole(nn.Module):
+    """Layers by their numbers: all of them, or those of a stage."""
+
+    def __init__(self, layers: Iterable[int], width: int = 5) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(number): nn.Linear(3, width) for number in layers})
+        self.register_buffer("counter", torch.zeros((), dtype=torch.int64), persistent=False)
+
+
+def trained(layers: Iterable[int], width: int = 5) -> Tracked:
+    model = Whole(layers, width)
+    optimizer = torch.optim.Adam(model.parameters(), 0.1)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    return Tracked(model=model, optimizer=optimizer)
+
+
+Mesh = tuple[tuple[str, ...], tuple[int, ...]]
+"""Placements and sizes."""
+
+
+@st.composite
+def meshes(draw: st.DrawFn) -> Mesh:
+    """Of data parallelism outside and tensor parallelism inside: replicated, sharded, strided where both cut rows."""
+    sizes = (draw(st.integers(1, 3)), draw(st.integers(1, 3)))
+    inner = draw(st.sampled_from(("R", "S0", "S1")))
+    outer = draw(st.sampled_from(("R", "S0" if inner != "S0" else f"X0/{sizes[1]}")))
+    return (outer, inner), sizes
+
+
+def cut_along(value: Any, mesh: Mesh, place: tuple[int, ...], width: int) -> Any:
+    """Cut all tensors of a state that have the rows of a layer."""
+    if isinstance(value, dict):
+        return {key: cut_along(item, mesh, place, width) for key, item in value.items()}
+    if not isinstance(value, torch.Tensor) or not value.dim() or value.shape[0] != width:
+        return value
+    placements = tuple("R" if one == "S1" and value.dim() < 2 else one for one in mesh[0])
+    layout = TensorSharding(tuple(value.shape), placements, (), mesh[1], place)
+    return Sharded(value.detach()[local_region(layout)].clone(), layout)
+
+
+def of_stage(tree: dict[str, Any], layers: Sequence[int]) -> dict[str, Any]:
+    def is_there(name: str) -> bool:
+        return int(name.split(".")[1]) in layers
+
+    optimizer = tree["optimizer"]
+    return {
+        "model": {name: value for name, value in tree["model"].items() if is_there(name)},
+        "@transient": tree["@transient"],
+        "optimizer": {
+            "state": {name: value for name, value in optimizer["state"].items() if is_there(name)},
+            "param_groups": [
+                {**group, "params": [name for name in group["params"] if is_there(name)]}
+                for group in optimizer["param_groups"]
+            ],
+        },
+    }
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    mesh=meshes(), cuts=st.sets(st.integers(1, 3)), own=st.sets(st.integers(0, 3), min_size=1), width=st.integers(1, 7)
+)
+def test_stages_on_any_mesh_become_one_model_or_any_part_of_it(
+    mesh: Mesh, cuts: set[int], own: set[int], width: int
+) -> None:
+    saved = trained(range(4), width)
+    bounds = [0, *sorted(cuts), 4]
+    stages = [range(start, stop) for start, stop in pairwise(bounds)]
+    places = list(product(*(range(size) for size in mesh[1])))
+    flats = [
+        flatten(cut_along(of_stage(saved.tree(), stage), mesh, place, width)) for stage in stages for place in places
+    ]
+    for layers, is_part in ((range(4), False), (sorted(own), True)):
+        live = trained(layers, width)
+        live.is_part = is_part
+        reshard([flat.skeleton for flat in flats], fetch_from(flats), live)
+        expected = of_stage(saved.tree(), list(layers))
+        for name, value in live.tree()["model"].items():
+            assert torch.equal(value, expected["model"][name])
+        state = live.tree()["optimizer"]
+        assert state["param_groups"] == expected["optimizer"]["param_groups"]
+        for name, entry in state["state"].items():
+            assert all(torch.equal(value, expected["optimizer"]["state"][name][key]) for key, value in entry.items())
+
+
+def test_a_smaller_model_is_refused_unless_other_ranks_have_other_names() -> None:
+    saved, live = trained(range(4)), trained(range(3))
+    flats = [saved.state()]
+    with pytest.raises(StateError, match=r"does not have layers\.3\.bias"):
+        reshard([flats[0].skeleton], fetch_from(flats), live)
+    live.is_part = True
+    reshard([flats[0].skeleton], fetch_from(flats), live)
+    assert torch.equal(live.tree()["model"]["layers.0.bias"], saved.tree()["model"]["layers.0.bias"])
+    more = trained(range(5))
+    more.is_part = True
+    with pytest.raises(StateError, match=r"has no saved value for layers\.4\.bias"):
+        reshard([flats[0].skeleton], fetch_from(flats), more)
+
+
+def test_flags_of_other_stages_are_left_out() -> None:
+    saved = trained(range(2))
+    tree = {**saved.tree(), "@flags": {"requires_grad": {"model.layers.0.bias": False, "model.layers.1.bias": False}}}
+    flat, live = flatten(tree), trained([1])
+    live.is_part = True
+    reshard([flat.skeleton], fetch_from([flat]), live)
+    live.flags.begin()
+    layer = live.modules()["model"].get_submodule("layers.1")
+    assert [parameter.requires_grad for parameter in layer.parameters()] == [True, False]

@@ -16,7 +16,7 @@ from holdfast.storage.non_tensors import stock_objects
 
 
 def values_of(node: Any) -> dict[str, Any]:
-    content, stored = stock_objects(msgspec.msgpack.encode([1, node]))
+    content, stored = stock_objects([msgspec.msgpack.encode([1, node])])
     packed = {one.name: content[one.start : one.start + one.size_bytes] for one in stored}
     return {name: torch.load(io.BytesIO(archive), weights_only=False) for name, archive in packed.items()}
 
@@ -53,13 +53,13 @@ NODES = st.recursive(
 
 @given(NODES)
 def test_any_skeleton_is_read_or_refused(node: Any) -> None:
-    stock_objects(msgspec.msgpack.encode([1, node]))
+    stock_objects([msgspec.msgpack.encode([1, node])])
 
 
 @given(st.binary(max_size=60))
 def test_garbage_is_a_sentence(content: bytes) -> None:
     try:
-        stock_objects(content)
+        stock_objects([content])
     except CheckpointError:
         pass
 
@@ -68,6 +68,21 @@ def test_depth_has_an_end() -> None:
     node: Any = 1
     for _ in range(400):
         node = ["l", node]
-    assert stock_objects(msgspec.msgpack.encode([1, node]))[1] == ()
+    assert stock_objects([msgspec.msgpack.encode([1, node])])[1] == ()
     with pytest.raises(CheckpointError):
-        stock_objects(b"\x92\x01" + b"\x91" * 100_000)
+        stock_objects([b"\x92\x01" + b"\x91" * 100_000])
+
+
+def test_parameters_of_groups_are_those_of_all_shards() -> None:
+    def skeleton(rate: float, *names: str) -> bytes:
+        group = ["d", "lr", rate, "params", ["l", *names], "betas", ["l", rate]]
+        return msgspec.msgpack.encode([1, ["d", "optimizer", ["d", "param_groups", ["l", group]], names[0], rate]])
+
+    content, stored = stock_objects([skeleton(0.5, "a", "b"), skeleton(0.25, "b", "c")])
+    values = {
+        one.name: torch.load(io.BytesIO(content[one.start : one.start + one.size_bytes]), weights_only=True)
+        for one in stored
+    }
+    path = "optimizer.param_groups.0"
+    expected = {f"{path}.lr": 0.5, f"{path}.params": ["a", "b", "c"], f"{path}.betas": [0.5], "a": 0.5, "b": 0.25}
+    assert values == expected

@@ -164,3 +164,16 @@ def test_a_tensor_of_more_than_four_gigabytes(tmp_path: Path, size_bytes: int) -
         assert opened.getinfo("archive/data/0").file_size == size_bytes
     loaded = torch.load(path, weights_only=True, mmap=True)
     assert loaded.shape == (size_bytes,) and loaded[-1] == 7 and loaded[0] == 0
+
+
+def test_what_shards_have_in_shares_of_their_own_is_listed_as_the_first_has_it(tmp_path: Path) -> None:
+    """Two shards have six rows each; shares are cut after rows 4 and 2. The third row begins two regions."""
+    rows = [(0, 4), (0, 2), (4, 6), (2, 6)]  # shard 0 and 1 of share 0, then of share 1
+    parts = []
+    for number, (start, stop) in enumerate(rows):
+        layout, image = image_of([region("w", "float32", (stop - start,), 0, offsets=(start,), full_shape=(6,))])
+        (tmp_path / f"part-{number}.safetensors").write_bytes(image)
+        parts.append((f"part-{number}.safetensors", layout))
+    (tmp_path / ".metadata").write_bytes(dcp_metadata(parts, shards=2))
+    chunks = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata["w"].chunks
+    assert [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks] == [((0,), (4,)), ((4,), (2,))]

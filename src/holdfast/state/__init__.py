@@ -12,6 +12,7 @@
     arena.py              a copy of a state in one allocation
     copier.py             a copy made by a thread while the training goes on
     partition.py          a state divided into shares, each an image (storage/image.py)
+    union_tree.py         the trees of several shards as one; plain_copies.py compares what they have under one name
     load_parts.py         the state of such images into live objects; block_loader.py copies their bytes, verified
     reshard.py            the state of S shards into that of another world size, tensor by tensor
     export.py             a checkpoint as plain safetensors (safetensors_files.py)

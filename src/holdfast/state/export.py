@@ -16,13 +16,17 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from holdfast.errors import CheckpointError, HoldfastError, UsageError
+from holdfast.state.plain_copies import StoredRows, have_same_bytes
 from holdfast.state.safetensors_files import INDEX, SUFFIX, SafetensorsFile, write_one, write_set
 from holdfast.state.tensor_specs import DTYPES, TensorSpec, dotted
-from holdfast.state.tree import sketch
+from holdfast.state.tensor_specs import Path as TreePath
+from holdfast.state.tree import sketch, specs
+from holdfast.state.union_tree import is_of_groups
 from holdfast.storage.checkpoint_catalogue import CheckpointCatalogue, FoundCheckpoint
 from holdfast.storage.coverage import Box, Coverage
 from holdfast.storage.image import TensorEntry
@@ -75,7 +79,7 @@ def export(
     _check_target(target, is_forced)
     with catalogue.sources(found) as sources:
         shards = found.about.shards
-        tensors = _full_tensors(sources, shards, None if model is None else _model_name(sources, model))
+        tensors = _full_tensors(sources, shards, None if model is None else _model_name(sources, shards, model))
         plain = [full.plain(dtype) for full in tensors]
         if target.suffix != SUFFIX:
             return write_set(target, plain, shard_bytes)
@@ -89,19 +93,65 @@ def export(
 def _full_tensors(sources: Mapping[int, PartSource], shards: int, model: str | None) -> list[FullTensor]:
     """Put together shard by shard: what several shards have alike is then taken from one of them, not a mixture."""
     found: dict[str, FullTensor] = {}
+    other_content = _other_content(sources, shards, model)
     for number in sorted(sources, key=lambda number: (number % shards, number)):
         for entry in sources[number].layout.entries:
             if model is None or entry.path[:1] == (model,):
-                _add(found, number % shards, sources[number], entry, model)
+                is_other = (entry.path, number % shards) in other_content
+                _add(found, number % shards, sources[number], entry, model, is_other)
     for full in found.values():
         _check_complete(full)
     return list(found.values())
 
 
-def _add(found: dict[str, FullTensor], shard: int, source: PartSource, entry: TensorEntry, model: str | None) -> None:
+def _other_content(sources: Mapping[int, PartSource], shards: int, model: str | None) -> set[tuple[TreePath, int]]:
+    """Return the plain parameters, and their state, that a shard has with other content than the first that has them:
+    experts, layers that are cut by hand. Buffers are left out, of which each rank may have its own statistics."""
+    if shards == 1:
+        return set()
+    copies: dict[TreePath, dict[int, list[StoredRows]]] = {}
+    trained: set[str] = set()
+    for shard in range(shards):
+        trained.update(_trained(sketch(sources[shard].skeleton, lambda _, spec: spec)))
+        plain = {spec.path: spec.shape for spec in specs(sources[shard].skeleton) if spec.layout is None}
+        for number in range(shard, len(sources), shards):
+            for entry in sources[number].layout.entries:
+                if plain.get(entry.path) == entry.full_shape and (model is None or entry.path[0] == model):
+                    rows = StoredRows(sources[number], entry)
+                    copies.setdefault(entry.path, {}).setdefault(shard, []).append(rows)
+    found: set[tuple[TreePath, int]] = set()
+    for path, by_shard in copies.items():
+        if len(by_shard) > 1 and (not trained or _is_trained(path, trained)):
+            first, *others = (sorted(rows, key=lambda one: one.entry.offsets) for rows in by_shard.values())
+            pairs = zip(list(by_shard)[1:], others, strict=True)
+            found |= {(path, shard) for shard, rows in pairs if not have_same_bytes(first, rows)}
+    return found
+
+
+def _trained(tree: Any) -> Iterator[str]:
+    """Return the names that parameters have in the groups of optimizers."""
+    for branch in tree.values() if isinstance(tree, dict) else ():
+        if is_of_groups(branch):
+            yield from (str(label) for group in branch["param_groups"] for label in group["params"])
+
+
+def _is_trained(path: TreePath, trained: set[str]) -> bool:
+    """Return whether a path is that of a parameter, or of its state in an optimizer."""
+    is_state = path[1:2] == ("state",) and len(path) > 2 and str(path[2]) in trained
+    return is_state or dotted(path) in trained or dotted(path[1:]) in trained
+
+
+def _add(
+    found: dict[str, FullTensor],
+    shard: int,
+    source: PartSource,
+    entry: TensorEntry,
+    model: str | None,
+    is_other: bool,
+) -> None:
     name = _name(entry.path, entry.name, model)
     shape = (torch.Size(entry.full_shape), DTYPES[entry.dtype])
-    if name in found and (torch.Size(found[name].shape), found[name].dtype) != shape:
+    if is_other or (name in found and (torch.Size(found[name].shape), found[name].dtype) != shape):
         name = f"{name}@{shard}"  # a tensor that is another one on each shard
     full = found.setdefault(name, FullTensor(name, DTYPES[entry.dtype], entry.full_shape, Coverage(entry.full_shape)))
     full.others = [_name(path, dotted(path), model) for path in entry.aliases if model is None or path[0] == model]
@@ -122,9 +172,10 @@ def _check_complete(full: FullTensor) -> None:
         )
 
 
-def _model_name(sources: Mapping[int, PartSource], wanted: str) -> str:
-    tree = sketch(sources[0].skeleton, lambda _, spec: spec)
-    models = [name for name, branch in tree.items() if _is_model(name, branch)] if isinstance(tree, dict) else []
+def _model_name(sources: Mapping[int, PartSource], shards: int, wanted: str) -> str:
+    trees = [sketch(sources[shard].skeleton, lambda _, spec: spec) for shard in range(shards)]
+    branches = [item for tree in trees if isinstance(tree, dict) for item in tree.items()]
+    models = list(dict.fromkeys(name for name, branch in branches if _is_model(name, branch)))
     if wanted:
         if wanted not in models:
             raise UsageError(f"there is no model {wanted} in it: {', '.join(models) or 'there is none at all'}")

@@ -4,7 +4,7 @@ Everything is copied block by block (block_loader.py). The targets are chosen be
 
     same sharding      the tensors of the live modules and optimizers themselves; what has no tensor yet (the state of a
                        fresh optimizer) gets new ones, which become the live ones
-    other sharding     as reshard.py requests it: the rows that intersect what this rank needs, no others
+    other layout       as reshard.py requests it: the rows that intersect what this rank needs, no others
 
 State that each rank has for itself (per_rank_state.py) comes from the part that this very rank wrote, never from
 another one.
@@ -15,7 +15,7 @@ a mixture, and must be loaded from another source.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,9 +23,11 @@ import torch
 from holdfast.errors import CheckpointError
 from holdfast.state.block_loader import BlockLoader, StoredRegion
 from holdfast.state.dtensors import place_of
+from holdfast.state.modules import unwrapped
 from holdfast.state.per_rank_state import LOCAL, owner_key
-from holdfast.state.reshard import Region, SavedLayout, SavedRegion, request_loads
-from holdfast.state.tensor_specs import DTYPES, FlatTree, TensorSpec, dotted
+from holdfast.state.plain_copies import StoredRows, have_same_bytes
+from holdfast.state.reshard import PlainCopy, Region, SavedLayout, SavedRegion, request_loads
+from holdfast.state.tensor_specs import DTYPES, FlatTree, Path, TensorSpec, dotted
 from holdfast.state.tracked import GENERATORS, TRANSIENT, Tracked
 from holdfast.state.tree import describe, leaf_value, sketch, specs
 from holdfast.storage.part_readers import PartSource
@@ -45,13 +47,13 @@ def load_parts(
     """Make the objects what they were when the parts were written: part number = shard + share × shards.
 
     `shard`: which one these objects have, if the state is still sharded in the same way. If it is not given, it is
-    found by the sharding of the live tensors; where nothing is sharded, it is shard 0. Sources are looked up as they
-    are needed: with the same sharding, those of one shard only.
+    found by the names and the sharding of the live tensors; where nothing is sharded, it is shard 0. Sources are looked
+    up as they are needed: with the same sharding, those of one shard only.
     """
     saved = _Saved(sources, shards, shares)
     tracked.saved_generators = saved.generators(tracked.generators_of)
     live = tracked.state()
-    ours = saved.find_shard(live, range(shards) if shard is None else [shard])
+    ours = saved.find_shard(live, tracked, shard)
     loader = BlockLoader()
     if ours is None:
         finish = request_loads(_Parts(saved, loader), tracked)
@@ -130,10 +132,22 @@ class _Saved:
             self._holders[shard] = self._assemble(shard)
         return self._holders[shard]
 
-    def find_shard(self, live: FlatTree, candidates: Sequence[int]) -> int | None:
-        """Return the shard that is sharded as the live state is."""
-        known = {spec.path: spec for spec in describe(live)}
-        return next((shard for shard in candidates if all(_is_alike(spec, known) for spec in self.specs(shard))), None)
+    def find_shard(self, live: FlatTree, tracked: Tracked, given: int | None) -> int | None:
+        """Return the shard that has the names of the live state, and is sharded as it is; where one is given, that one
+        or none. Plain parameters that several shards have can be loaded by a given number only."""
+        candidates = range(self._shards) if given is None else (given,)
+        modules = tracked.modules() if self._shards > 1 or tracked.is_part else ()  # else loading says what differs
+        known = describe(live)
+        found = next((shard for shard in candidates if _is_cut_alike(self.specs(shard), known, modules)), None)
+        return None if found is not None and given is None and self._has_copies(found, tracked) else found
+
+    def _has_copies(self, shard: int, tracked: Tracked) -> bool:
+        """Return whether other shards have a plain parameter of this one too."""
+        modules = {name: unwrapped(module) for name, module in tracked.modules().items()}
+        parameters = {(name, path) for name, module in modules.items() for path, _ in module.named_parameters()}
+        plain = {spec.path for spec in self.specs(shard) if spec.layout is None and spec.path in parameters}
+        others = (self.specs(other) for other in range(self._shards) if other != shard and plain)
+        return any(spec.path in plain for described in others for spec in described)
 
     def generators(self, rank: int | None) -> dict[str, Any] | None:
         """Return the generators of a rank: they are in its own part, if there was such a rank, and it saved them."""
@@ -178,12 +192,28 @@ class _Saved:
             raise CheckpointError(f"{part.name} and {first.name} are not parts of the same state")
 
 
+def is_same_cut(skeleton: bytes, tracked: Tracked) -> bool:
+    """Return whether the live objects have the names of a shard, and are sharded as it is."""
+    return _is_cut_alike(specs(skeleton), describe(tracked.state()), tracked.modules())
+
+
+def _is_cut_alike(saved: Sequence[TensorSpec], live: Sequence[TensorSpec], modules: Collection[str]) -> bool:
+    known = {spec.path: spec for spec in live}
+    has_names = _names_in([spec.path for spec in saved], modules) == _names_in(known, modules)
+    return has_names and all(_is_alike(spec, known) for spec in saved)
+
+
+def _names_in(paths: Iterable[Path], modules: Collection[str]) -> set[Path]:
+    """Return the names of the tensors of modules."""
+    return {path for path in paths if path[0] in modules}
+
+
 def _outlines(described: Sequence[TensorSpec]) -> list[Any]:
     """Return what must be the same in all parts of a shard, without each rank's own state."""
     return [(spec.path, spec.dtype, spec.shape) for spec in described if spec.path[0] != LOCAL]
 
 
-def _is_alike(saved: TensorSpec, live: Mapping[tuple[str | int, ...], TensorSpec]) -> bool:
+def _is_alike(saved: TensorSpec, live: Mapping[Path, TensorSpec]) -> bool:
     """Return whether a tensor can be loaded as it is: state that does not exist yet will be created like its
     parameter."""
     there = live.get(saved.path)
@@ -249,6 +279,13 @@ class _Parts(SavedLayout):
             part = (slice(start, start + rows), *region[1:]) if region else ()
             found.append(SavedRegion(shard, index, spec, part, slice(stored.row, stored.row + rows), stored))
         return found
+
+    def have_same_content(self, one: PlainCopy, other: PlainCopy) -> bool:
+        copies = [
+            [StoredRows(stored.source, stored.entry) for stored in self._saved.holders(copy.shard)[copy.index]]
+            for copy in (one, other)
+        ]
+        return have_same_bytes(*copies)
 
     def transfer(self, saved_region: SavedRegion, inside: Region, target: torch.Tensor) -> None:
         stored: StoredRegion = saved_region.origin

@@ -232,6 +232,18 @@ class Flags:
         }
         return {kind: values for kind, values in found.items() if values}
 
+    def known_of(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what flags of another layout say of the modules here: other stages and wrappers are left out."""
+        here: dict[str, Mapping[str, object]] = {
+            "training": self._modules,
+            "requires_grad": self._parameters,
+            "syncs_buffers": self._wrappers,
+        }
+        return {
+            kind: {name: is_on for name, is_on in values.items() if name in here[kind]} if kind in here else values
+            for kind, values in saved.items()
+        }
+
     @property
     def has_unfrozen(self) -> bool:
         """Return whether a parameter requires a gradient that did not before the first step."""

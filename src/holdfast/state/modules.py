@@ -61,7 +61,7 @@ def load_module(module: Module, saved: dict[str, Any], path: str) -> None:
     """Put a state into the live module. Its tensors stay the objects they are."""
     model = unwrapped(module)
     live = model.state_dict()
-    _check_names(set(live), set(saved), path)
+    check_names(set(live), set(saved), path)
     if not _is_live(model, live):
         _load_by_itself(model, saved, live, path)
         return
@@ -87,7 +87,8 @@ def load_transient(module: Module, saved: dict[str, Any]) -> None:
             tensors_held(owner)[1][name] = value.clone().to(buffer.device)
 
 
-def _check_names(live: set[str], saved: set[str], path: str) -> None:
+def check_names(live: set[str], saved: set[str], path: str) -> None:
+    """Raise StateError unless a module has the names that were saved."""
     for names, text in ((live - saved, "has no saved value for"), (saved - live, "does not have")):
         if names:
             some = ", ".join(sorted(names)[:NAMES_SHOWN_MAX]) + (" …" if len(names) > NAMES_SHOWN_MAX else "")

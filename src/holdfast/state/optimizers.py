@@ -60,6 +60,20 @@ def optimizer_state(optimizer: Optimizer, names: Names) -> dict[str, Any]:
     return state
 
 
+def group_labels(optimizer: Optimizer, names: Names) -> list[list[str | int]] | None:
+    """Return the parameters of each group by their names, or their numbers; None if its state is not in torch's
+    form."""
+    inner = unwrapped(optimizer)
+    numbered = _numbered(inner, inner.state_dict())
+    if numbered is None:
+        return None
+    numbers = {id(parameter): number for number, parameter in numbered.items()}
+    return [
+        [names.get(id(parameter), numbers[id(parameter)]) for parameter in group["params"]]
+        for group in inner.param_groups
+    ]
+
+
 def load_optimizer(optimizer: Optimizer, saved: dict[str, Any], names: Names, path: str, is_ours: bool = False) -> None:
     """Put a state into the live optimizer, whether it has made a step yet or not.
 

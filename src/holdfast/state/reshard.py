@@ -1,4 +1,4 @@
-"""The state of S old shards into the live objects of a world of any size: FSDP2 to FSDP2, to DDP, from DDP, HSDP.
+"""The state of S old shards into the live objects of a world of any size and layout: DDP, FSDP2, HSDP, TP, pipelines.
 
 The old shards are known by their skeletons; their tensors stay where they are (a peer, a file, memory) until they are
 moved. Tensors are found by name, never by position. Each old shard has a region of the full tensor, and so does this
@@ -10,6 +10,10 @@ memory, unless this rank has the full tensor.
                   (Adam's `step`) is the same on every rank
     others        as the first shard has them; they are the same on every rank
     gradients     of an accumulation: sharded as their parameter is
+
+Shards need not have the same names: a stage of a pipeline has its own (union_tree.py). A stage that is filled takes the
+names that it has. Parameters that are plain tensors of one name on several shards must have the same content
+(plain_copies.py).
 
 Shards that hold the same region (HSDP's replicas) stand in for one another: `shards` need not have all of them.
 
@@ -32,12 +36,14 @@ from torch.nn import Module
 
 from holdfast.errors import StateError
 from holdfast.state.dtensors import Sharded, TensorSharding, layout_of, local_of, local_region
-from holdfast.state.modules import EXTRA, load_transient, unwrapped
-from holdfast.state.optimizers import load_optimizer
+from holdfast.state.modules import EXTRA, check_names, load_transient, transient_state, unwrapped
+from holdfast.state.optimizers import group_labels, load_optimizer
 from holdfast.state.per_rank_state import LOCAL
-from holdfast.state.tracked import GRADIENTS, TRANSIENT, Tracked
+from holdfast.state.plain_copies import refusal
+from holdfast.state.tracked import FLAGS, GRADIENTS, TRANSIENT, Tracked
 from holdfast.state.tree import Path, TensorSpec, dotted, leaf_value, sketch
-from holdfast.storage.coverage import Coverage
+from holdfast.state.union_tree import fitted_groups, union_of
+from holdfast.storage.coverage import Box, Coverage
 
 Fetch = Callable[[int, int], torch.Tensor]
 """(shard, number of the tensor in it) → the tensor."""
@@ -48,10 +54,18 @@ Finish = Callable[[], Any]
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """A tensor of the first shard, in its tree."""
+    """A tensor of a shard, in its tree."""
 
     spec: TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class PlainCopy:
+    """A tensor that is no DTensor, in one of the shards that have it."""
+
+    shard: int
     index: int
+    spec: TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +96,8 @@ class SavedLayout:
         if not shards:
             raise StateError("there is no shard to reshard from")
         self._saved_regions: dict[Path, dict[tuple[tuple[int, int], ...], list[SavedRegion]]] = {}
-        self._firsts: dict[int, list[SavedRegion]] = {}
-        self._first = min(shards)
-        for shard in sorted(shards):
-            tree = sketch(shards[shard], partial(self._record, shard))
-            if shard == self._first:
-                self.tree = tree
+        self._copies: dict[Path, list[PlainCopy]] = {}
+        self.trees = [sketch(shards[shard], partial(self._record, shard)) for shard in sorted(shards)]
 
     def regions_of_tensor(self, shard: int, index: int, spec: TensorSpec, region: Region) -> list[SavedRegion]:
         """Return the regions that a shard's tensor consists of."""
@@ -97,16 +107,29 @@ class SavedLayout:
         """Copy what lies inside of a saved region into the target: now, or before the second pass."""
         raise NotImplementedError
 
+    def have_same_content(self, one: PlainCopy, other: PlainCopy) -> bool:
+        """Return whether two shards have the same tensor, to the bit."""
+        raise NotImplementedError
+
+    def check_copies(self, leaf: _Leaf) -> None:
+        """Raise StateError for a plain parameter that shards have with other content: it is no one tensor."""
+        first, *others = self._copies.get(leaf.spec.path, [None])
+        for other in others:
+            assert first is not None and other is not None
+            is_alike = (first.spec.shape, first.spec.dtype) == (other.spec.shape, other.spec.dtype)
+            if not is_alike or not self.have_same_content(first, other):
+                raise refusal(leaf.spec.path, first.shard, other.shard)
+
     def _record(self, shard: int, index: int, spec: TensorSpec) -> _Leaf:
         region = _everything(spec.shape) if spec.layout is None else local_region(spec.layout)
         if tuple(part.stop - part.start for part in region) != spec.shape:
             raise StateError(f"{dotted(spec.path)} of shard {shard} has not the shape that its place in the mesh gives")
-        known, key = self._saved_regions.setdefault(spec.path, {}), tuple((part.start, part.stop) for part in region)
+        known, key = self._saved_regions.setdefault(spec.path, {}), _key(region)
         if key not in known:
             known[key] = self.regions_of_tensor(shard, index, spec, region)
-        if shard == self._first:
-            self._firsts[index] = known[key]
-        return _Leaf(spec, index)
+        if spec.layout is None:
+            self._copies.setdefault(spec.path, []).append(PlainCopy(shard, index, spec))
+        return _Leaf(spec)
 
     def value(self, leaf: _Leaf) -> Any:
         """Return the value of a leaf that is the same on every rank."""
@@ -115,7 +138,7 @@ class SavedLayout:
                 f"{dotted(leaf.spec.path)} is a shard, where only values that are the same on every rank can be stored"
             )
         made = torch.empty(leaf.spec.shape, dtype=leaf.spec.dtype, device="cpu")
-        for saved_region in self._firsts[leaf.index]:
+        for saved_region in self._saved_regions[leaf.spec.path][_key(_everything(leaf.spec.shape))]:
             inside = tuple(slice(0, part.stop - part.start) for part in saved_region.local_region)
             self.transfer(saved_region, inside, made[saved_region.rows] if made.dim() else made)
         return leaf_value(leaf.spec, made)
@@ -123,12 +146,14 @@ class SavedLayout:
     def fill(self, target: torch.Tensor, wanted: Region, leaf: _Leaf) -> None:
         """Copy the wanted region of the full tensor into `target`, region by region."""
         saved_regions = list(chain.from_iterable(self._saved_regions[leaf.spec.path].values()))
-        for saved_region, inside, within in _intersections(self._cover(saved_regions, leaf), wanted, leaf.spec):
+        for saved_region, inside, within in _intersections(self._cover(saved_regions, wanted, leaf), wanted, leaf.spec):
             self.transfer(saved_region, inside, target[within])
 
-    def _cover(self, saved_regions: Sequence[SavedRegion], leaf: _Leaf) -> list[tuple[SavedRegion, Region]]:
+    def _cover(
+        self, saved_regions: Sequence[SavedRegion], wanted: Region, leaf: _Leaf
+    ) -> list[tuple[SavedRegion, Region]]:
         """Return what is used of each region, without overlap: all must belong to the same full tensor, and together
-        cover it."""
+        cover what is wanted of it."""
         shape, coverage = _full_shape(leaf.spec), Coverage(_full_shape(leaf.spec))
         covered: list[tuple[SavedRegion, Region]] = []
         for saved_region in saved_regions:
@@ -137,10 +162,19 @@ class SavedLayout:
             region = saved_region.local_region
             boxes = coverage.add([part.start for part in region], [part.stop - part.start for part in region])
             covered += [(saved_region, tuple(slice(start, stop) for start, stop in box)) for box in boxes]
-        if coverage.missing:
+        if any(_meets(box, wanted) for box in coverage.missing):
             missing = coverage.describe_missing()
             raise StateError(f"{dotted(leaf.spec.path)} is not complete: no available shard has {missing}")
         return covered
+
+
+def _key(region: Region) -> tuple[tuple[int, int], ...]:
+    return tuple((part.start, part.stop) for part in region)
+
+
+def _meets(box: Box, region: Region) -> bool:
+    pairs = zip(box, region, strict=True)
+    return all(max(start, part.start) < min(stop, part.stop) for (start, stop), part in pairs)
 
 
 def _intersections(
@@ -188,6 +222,14 @@ class _Fetched(SavedLayout):
         with torch.no_grad():
             target.copy_(source[inside])
 
+    def have_same_content(self, one: PlainCopy, other: PlainCopy) -> bool:
+        contents = []
+        for copy in (one, other):
+            contents.append(self._fetch(copy.shard, copy.index).cpu())
+            _check_fetched(contents[-1], copy.spec)
+        first, second = (content.contiguous().view(-1).view(torch.uint8) for content in contents)
+        return torch.equal(first, second)
+
 
 class _DryRun(SavedLayout):
     """Old shards of which nothing is moved, only recorded."""
@@ -200,6 +242,10 @@ class _DryRun(SavedLayout):
 
     def transfer(self, saved_region: SavedRegion, inside: Region, target: torch.Tensor) -> None:
         self.requests.append((saved_region.shard, saved_region.index))
+
+    def have_same_content(self, one: PlainCopy, other: PlainCopy) -> bool:
+        self.requests += [(one.shard, one.index), (other.shard, other.index)]
+        return True
 
 
 def reshard(shards: Mapping[int, bytes] | Sequence[bytes], fetch: Fetch, tracked: Tracked) -> None:
@@ -218,46 +264,61 @@ def needed(shards: Mapping[int, bytes] | Sequence[bytes], tracked: Tracked) -> l
 
 def request_loads(old: SavedLayout, tracked: Tracked) -> list[Finish]:
     """Run the first pass, which records requests; the second is to call what is returned, in order."""
-    if LOCAL in old.tree or tracked.local_names():
+    if tracked.local_names() or any(LOCAL in tree for tree in old.trees if isinstance(tree, dict)):
         raise StateError(
             f"each rank has state of its own ({', '.join(tracked.local_names()) or 'gradients in accumulation'}), which"
             " cannot be divided again: start with as many workers, and the model sharded in the same way"
         )
-    tracked.check_names(old.tree)
+    tree = union_of(old.trees, tracked.modules(), tracked.optimizers())
+    tracked.check_names(tree)
     finish: list[Finish] = []
-    left_out = old.tree.get(TRANSIENT, {})
+    left_out = tree.get(TRANSIENT, {})
     for name, module in tracked.modules().items():
-        finish += _fill_module(old, module, old.tree[name], name)
-        finish.append(partial(load_transient, module, _values(old, left_out.get(name, {}))))
+        finish += _fill_module(old, module, tree[name], name, tracked.is_part)
+        own = transient_state(module)
+        there = {full: value for full, value in left_out.get(name, {}).items() if full in own}
+        finish.append(partial(load_transient, module, _values(old, there)))
     for name, thing in tracked.others().items():
-        live = thing.state_dict() if _has_shards(old.tree[name]) else None
-        finish.append(partial(thing.load_state_dict, _like(old, old.tree[name], live)))
-    tracked.align_groups(old.tree)
+        live = thing.state_dict() if _has_shards(tree[name]) else None
+        finish.append(partial(thing.load_state_dict, _like(old, tree[name], live)))
+    tree |= _fitted_optimizers(tree, tracked)
+    tracked.align_groups(tree)
     names = tracked.parameter_names()
     parameters = {names[id(item)]: item for item in tracked.parameters() if id(item) in names}
     for name, optimizer in tracked.optimizers().items():
-        made = _optimizer_state(old, old.tree[name], parameters)
+        made = _optimizer_state(old, tree[name], parameters)
         if not old.is_dry:  # else all the unused tensors would stay in memory
             finish.append(partial(load_optimizer, optimizer, made, names, name, is_ours=True))
-    finish.append(partial(tracked.load_flags, old.tree))
-    finish.append(partial(tracked.load_gradients, _gradients(old, tracked)))
+    finish.append(partial(tracked.flags.load, tracked.flags.known_of(tree.get(FLAGS, {}))))
+    finish.append(partial(tracked.load_gradients, _gradients(old, tree, tracked)))
     return finish
+
+
+def _fitted_optimizers(tree: dict[str, Any], tracked: Tracked) -> dict[str, Any]:
+    """Return what was saved of the optimizers, in the groups that they have now."""
+    names, known = tracked.parameter_names(), tracked.known_names()
+    fitted = {}
+    for name, optimizer in tracked.optimizers().items():
+        live = group_labels(optimizer, names)
+        fitted[name] = tree[name] if live is None else fitted_groups(tree[name], live, known, tracked.is_part, name)
+    return fitted
 
 
 def _numbered(shards: Mapping[int, bytes] | Sequence[bytes]) -> Mapping[int, bytes]:
     return shards if isinstance(shards, Mapping) else dict(enumerate(shards))
 
 
-def _fill_module(old: SavedLayout, module: Module, saved: Any, path: str) -> list[Finish]:
+def _fill_module(old: SavedLayout, module: Module, saved: Any, path: str, is_part: bool) -> list[Finish]:
     finish: list[Finish] = []
     model = unwrapped(module)
     live = model.state_dict()
-    if set(live) != set(saved):
-        differing = sorted(set(live) ^ set(saved))[0]
-        raise StateError(f"{path}.{differing} is only on one side: the model is not the one that was saved")
+    check_names(set(live), set(live) & set(saved) if is_part else set(saved), path)
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for name, value in live.items():
         leaf = saved[name]
         if isinstance(value, torch.Tensor) and isinstance(leaf, _Leaf):
+            if name in parameters:
+                old.check_copies(leaf)
             _fill_live(old, value, leaf, f"{path}.{name}")
         elif name.endswith(EXTRA):
             owner = name.removesuffix(EXTRA).removesuffix(".")
@@ -289,8 +350,8 @@ def _optimizer_state(old: SavedLayout, saved: Any, parameters: Mapping[str, torc
     return {**rest, "state": state}
 
 
-def _gradients(old: SavedLayout, tracked: Tracked) -> dict[str, Any] | None:
-    if (saved := old.tree.get(GRADIENTS)) is None:
+def _gradients(old: SavedLayout, tree: dict[str, Any], tracked: Tracked) -> dict[str, Any] | None:
+    if (saved := tree.get(GRADIENTS)) is None:
         return None
     parameters = dict(enumerate(tracked.parameters()))
     return {label: _sharded_like(old, value, parameters.get(int(label))) for label, value in saved.items()}
@@ -301,6 +362,8 @@ def _sharded_like(old: SavedLayout, value: Any, parameter: torch.Tensor | None) 
     if not isinstance(value, _Leaf):
         return _values(old, value)
     shape = _full_shape(value.spec)
+    if parameter is None or tuple(parameter.shape) == shape:
+        old.check_copies(value)
     is_sharded = isinstance(parameter, DTensor) or value.spec.layout is not None
     if parameter is None or tuple(parameter.shape) != shape or not is_sharded:
         if value.spec.layout is not None:

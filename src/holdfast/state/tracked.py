@@ -73,6 +73,9 @@ class Tracked:
         """The rank that these objects are of, and the size of its world: whose the local state is."""
         self.gradients_are_local = False
         """Whether gradients that are accumulated over steps differ between ranks that share everything else."""
+        self.is_part = False
+        """Whether other ranks have parameters of other names (the stages of a pipeline): then what was saved may have
+        names that these objects do not have."""
         self.is_accumulating = False
         """Whether the last step made no update, so that gradients are part of the state."""
         self.generators_of: int | None = None
@@ -229,6 +232,13 @@ class Tracked:
                 names.setdefault(id(parameter), path if len(owners) == 1 else f"{name}.{path}")
         return names
 
+    def known_names(self) -> set[str]:
+        """Return the names that parameters of the tracked modules may have in an optimizer's state."""
+        modules = {name: dict(unwrapped(module).named_parameters()) for name, module in self.modules().items()}
+        return {path for named in modules.values() for path in named} | {
+            f"{name}.{path}" for name, named in modules.items() for path in named
+        }
+
     def align_groups(self, saved: dict[str, Any]) -> None:
         """Give the optimizers the parameter groups that they had when the state was saved."""
         modules = {name: dict(unwrapped(module).named_parameters()) for name, module in self.modules().items()}
@@ -310,7 +320,7 @@ class Tracked:
                 raise StateError(
                     f"nothing was saved for {', '.join(missing)}: track what was tracked when it was saved"
                 )
-            if extra := sorted(map(str, names - live)):
+            if (extra := sorted(map(str, names - live))) and not self.is_part:
                 raise StateError(f"{', '.join(extra)} was saved and is not tracked: track it, as when it was saved")
         return own
 

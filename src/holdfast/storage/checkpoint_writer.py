@@ -16,6 +16,7 @@ under our nonce that are of another run or sharding are not ours: the writer of 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -252,10 +253,12 @@ class CheckpointWriter:
     def _put_stock(self, notes: list[ManifestNote], layouts: list[ImageLayout]) -> tuple[PartInfo, ...]:
         """Write what stock readers need beside the parts. It is a function of the parts, so all publishers write the
         same."""
-        objects, stored = stock_objects(self._skeleton(layouts[0]))
+        shards = self._about.shards
+        skeletons = (self._skeleton(shard, layouts[shard]) for shard in _shards_with_names(layouts, shards))
+        objects, stored = stock_objects(skeletons)
         files = [part_file(note.part.number) for note in notes]
         parts = list(zip(files, layouts, strict=True))
-        metadata = dcp_metadata(parts, [(OBJECTS, one) for one in stored])
+        metadata = dcp_metadata(parts, [(OBJECTS, one) for one in stored], shards)
         return tuple(self._put_small(number, content) for number, content in ((-2, objects), (-1, metadata)))
 
     def _put_small(self, number: int, content: bytes) -> PartInfo:
@@ -264,10 +267,10 @@ class CheckpointWriter:
         checksums = checksum_text(block_checksums(memoryview(content)))
         return PartInfo(number=number, file=file, size_bytes=len(content), checksums=checksums)
 
-    def _skeleton(self, layout: ImageLayout) -> bytes:
-        """Return the skeleton of the first part: values that are not tensors are the same in all parts, or known to the
-        first."""
-        reserved = self._store.read(f"{self._folder}/{part_file(0)}", layout.skeleton_start, layout.skeleton_capacity)
+    def _skeleton(self, number: int, layout: ImageLayout) -> bytes:
+        """Return the skeleton of a part, which is that of its shard."""
+        name = f"{self._folder}/{part_file(number)}"
+        reserved = self._store.read(name, layout.skeleton_start, layout.skeleton_capacity)
         return layout.skeleton_in(reserved)
 
     def _remove(self) -> None:
@@ -275,6 +278,17 @@ class CheckpointWriter:
         for name in self._store.names(self._folder):
             self._store.delete(name)
         self._publisher.forget(self._about.step, self._nonce)
+
+
+def _shards_with_names(layouts: Sequence[ImageLayout], shards: int) -> Iterator[int]:
+    """Return the shards that have tensors of names that no earlier one has, as the stages of a pipeline have: values
+    that are not tensors are the same in all others, and to read a thousand skeletons takes long."""
+    seen: set[str] = set()
+    for shard in range(shards):
+        names = {entry.name for layout in layouts[shard::shards] for entry in layout.entries}
+        if shard == 0 or not names <= seen:
+            yield shard
+        seen |= names
 
 
 def _with_failpoint(on_progress: Progress | None) -> Progress:

@@ -7,8 +7,10 @@ So regions are subtracted from the full tensor one by one, and what remains is w
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from holdfast.storage.header import Path, TensorEntry
+if TYPE_CHECKING:
+    from holdfast.storage.header import Path, TensorEntry
 
 Box = tuple[tuple[int, int], ...]
 """A region of a tensor: start and stop in each dimension."""

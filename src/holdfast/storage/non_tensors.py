@@ -3,16 +3,17 @@
 Ours reads it from the skeleton. torch.distributed.checkpoint wants each value as a torch.save archive of its own, and
 finds it by `.metadata`: so the publisher writes one more small file, of these archives one after another.
 
-    content, stored = stock_objects(skeleton)        the file, and what lies where in it
+    content, stored = stock_objects(skeletons)       the file, and what lies where in it
     dcp_metadata(parts, [(file, one) for one in stored])
 
 Which values stand alone is torch's rule: dictionaries are looked into; lists where a dictionary or a tensor is inside.
-A value that only NumPy could make again is left out.
+A value that only NumPy could make again is left out. Of a value that several shards have, the first counts; the lists
+of parameters of an optimizer's groups are joined, because a stage of a pipeline has its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -42,18 +43,31 @@ class _Unknown(Exception):
     """A value that is left out."""
 
 
-def stock_objects(skeleton: bytes) -> tuple[bytes, tuple[StoredObject, ...]]:
-    """Return the archives of all values of a state that are not tensors, and where each lies."""
-    content, stored, names = bytearray(), list[StoredObject](), set[str]()
-    for path, value in _values(_root(skeleton), ()):
-        name = ".".join(map(str, path))
-        if name in names:
-            continue  # keys may contain dots: the first has the name
-        names.add(name)
+def stock_objects(skeletons: Iterable[bytes]) -> tuple[bytes, tuple[StoredObject, ...]]:
+    """Return the archives of all values of a state that are not tensors, and where each lies. `skeletons`: of the
+    state's shards."""
+    found: dict[str, tuple[Path, Any]] = {}
+    for skeleton in skeletons:
+        for path, value in _values(_root(skeleton), ()):
+            name = ".".join(map(str, path))
+            if name not in found:
+                found[name] = path, value
+            elif path[-3:-2] == ("param_groups",) and path[-1] == "params" and path == found[name][0]:
+                found[name] = path, _joined(found[name][1], value)
+            # else it is the same, or keys contain dots: the first has the name
+    content, stored = bytearray(), list[StoredObject]()
+    for name, (path, value) in found.items():
         packed = archive(pickled(value))
         stored.append(StoredObject(name=name, path=path, start=len(content), size_bytes=len(packed)))
         content += packed
     return bytes(content), tuple(stored)
+
+
+def _joined(one: Any, other: Any) -> Any:
+    if not isinstance(one, list) or not isinstance(other, list) or one == other:
+        return one
+    known = {label for label in one if isinstance(label, str)}
+    return [*one, *(label for label in other if isinstance(label, str) and label not in known)]
 
 
 def _root(skeleton: bytes) -> Any:

@@ -16,6 +16,8 @@ from functools import lru_cache
 from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from holdfast.storage.coverage import Coverage
+
 if TYPE_CHECKING:
     from holdfast.storage.header import Path, TensorEntry
     from holdfast.storage.image import ImageLayout
@@ -89,13 +91,16 @@ def tensor_pickle(dtype: str, shape: tuple[int, ...], size_bytes: int) -> bytes:
     return pickled(Call(Global("torch._utils", f"_rebuild_tensor_v{2 if legacy else 3}"), arguments))
 
 
-def dcp_metadata(parts: Sequence[tuple[str, ImageLayout]], objects: Sequence[tuple[str, StoredObject]] = ()) -> bytes:
+def dcp_metadata(
+    parts: Sequence[tuple[str, ImageLayout]], objects: Sequence[tuple[str, StoredObject]] = (), shards: int = 1
+) -> bytes:
     """Return the `.metadata` that torch.distributed.checkpoint reads: which file has which region of which tensor at
     which offset.
 
-    `objects` are the values that are not tensors, each with the file that has it (non_tensors.py).
+    `objects` are the values that are not tensors, each with the file that has it (non_tensors.py). Part number p is a
+    share of shard p % `shards`.
     """
-    tensors, paths = _collect(parts)
+    tensors, paths = _collect(parts, shards)
     others = {one.name: (file, one) for file, one in objects if one.name not in tensors}
     storage = [_storage(name, *region) for name, regions in tensors.items() for region in regions]
     storage += [_stored(file, one) for file, one in others.values()]
@@ -113,25 +118,31 @@ def dcp_metadata(parts: Sequence[tuple[str, ImageLayout]], objects: Sequence[tup
 
 
 def _collect(
-    parts: Sequence[tuple[str, ImageLayout]],
+    parts: Sequence[tuple[str, ImageLayout]], shards: int
 ) -> tuple[dict[str, list[tuple[TensorEntry, str]]], dict[str, Path]]:
     """Return the regions of each tensor with their files, and the tensor's path.
 
-    A region that several parts have (a tensor that is replicated over shards) is listed once. Regions of the same name
-    that do not belong to one tensor (each rank has another tensor there) get a name with the number of the part. Tied
-    tensors are in the files once, and here under each of their names.
+    A region that several shards have (a tensor that is replicated over them) is listed once, as the first of them has
+    it, which each cuts into shares of its own. Regions of the same name that do not belong to one tensor (each rank has
+    another tensor there) get a name with the number of the part. Tied tensors are in the files once, and here under
+    each of their names.
     """
     tensors: dict[str, list[tuple[TensorEntry, str]]] = {}
     paths: dict[str, Path] = {}
-    seen: set[tuple[str, tuple[int, ...]]] = set()
-    for number, (file, layout) in enumerate(parts):
+    covered: dict[str, Coverage] = {}
+    for number in sorted(range(len(parts)), key=lambda number: (number % shards, number)):
+        file, layout = parts[number]
         for entry in layout.entries:
             name, path = entry.name, entry.path
             if name in tensors and not _is_same_tensor(tensors[name][0][0], entry):
                 name, path = f"{name}@{number}", (*path[:-1], f"{path[-1] if path else ''}@{number}")
-            if (name, entry.offsets) in seen or (entry.size_bytes == 0 and math.prod(entry.full_shape) > 0):
+            is_empty_tensor = math.prod(entry.full_shape) == 0
+            if name not in covered:
+                covered[name] = Coverage(entry.full_shape)
+            elif is_empty_tensor:
                 continue
-            seen.add((name, entry.offsets))
+            if not covered[name].add(entry.offsets, entry.shape) and not is_empty_tensor:
+                continue
             paths[name] = path
             tensors.setdefault(name, []).append((entry, file))
     for regions in list(tensors.values()):

@@ -59,7 +59,7 @@ from holdfast.worker import job
 from holdfast.worker.agent_connection import AgentConnection
 from holdfast.worker.collectives import small_collectives
 from holdfast.worker.launch.error_file import SOCKET_VARIABLE, WORKER_VARIABLE
-from holdfast.worker.parallel.holdings import holdings_of, map_of_holdings, own_part
+from holdfast.worker.parallel.holdings import holdings_of, map_of_holdings, names_of, own_part
 from holdfast.worker.replica_check import first_pair
 from holdfast.worker.restore.restore_source import find_start
 from holdfast.worker.snapshot.in_process_host import InProcessSnapshotHost
@@ -364,8 +364,10 @@ def _check_alike(tracked: Tracked, collectives: small_collectives.SmallCollectiv
 
 def _shard_map_of(tracked: Tracked, collectives: small_collectives.SmallCollectives) -> ShardMap:
     """Return which shard of the state each rank has; all ranks together."""
-    holdings = collectives.gather((holdings_of(tracked.modules()),))
-    return map_of_holdings([row[0] for row in holdings], None)
+    modules = tracked.modules()
+    holdings, names = zip(*collectives.gather((holdings_of(modules), names_of(modules))), strict=True)
+    tracked.is_part = len(set(names)) > 1
+    return map_of_holdings(holdings, None)
 
 
 def _attempt_name(collectives: small_collectives.SmallCollectives) -> str:

@@ -19,7 +19,7 @@ from holdfast.errors import ScriptError
 from holdfast.state.tracked import Tracked
 from holdfast.wire.worker_messages import Assignment
 from holdfast.worker.collectives import groups
-from holdfast.worker.parallel.holdings import DeclaredMesh, holdings_of, map_of_holdings
+from holdfast.worker.parallel.holdings import DeclaredMesh, holdings_of, map_of_holdings, names_of
 from holdfast.worker.parallel.models import is_sharded, shards_of
 from holdfast.worker.resume_point import ResumePoint
 
@@ -50,9 +50,12 @@ class StateSharding:
         """Find out how the tracked objects are cut. `is_alone`: other ranks train already, and `expected` is how theirs
         are, as far as that is known; otherwise all ranks do this together."""
         modules, local = tracked.modules(), tracked.local_names()
-        self.holdings = holdings_of({name: module for name, module in modules.items() if name not in local})
+        shared = {name: module for name, module in modules.items() if name not in local}
+        self.holdings = holdings_of(shared)
         if not is_alone:
-            self.shard_map = map_of_holdings([row[0] for row in groups.gather((self.holdings,))], self.declared)
+            holdings, names = zip(*groups.gather((self.holdings, names_of(shared))), strict=True)
+            tracked.is_part = len(set(names)) > 1
+            self.shard_map = map_of_holdings(holdings, self.declared)
             return
         self.shard_map = expected or ShardMap(shards_of(modules.values()))
         if self.shard_map.shards > 1 and not self.shard_map.fits(dist.get_world_size()):

@@ -315,7 +315,8 @@ class WorkerState:
         self._local.adopt(resume.local_since)
         self._local.fit_ring(assignment.world_size, is_carried=self._ring is not None)
         if reshard_live.is_needed(resume, self.shard_map):
-            reshard_live.carry_out(self._copies_at(resume.next_step), resume.next_step, self._tracked)
+            offers = self._copies_at(resume.next_step)
+            reshard_live.carry_out(offers, resume.next_step, self._tracked, self.shard_map)
             return
         size, has_own_ring = assignment.world_size, self._local.is_there and self._ring is None
         local_copies = self._local.copies(size) if has_own_ring else None

@@ -67,5 +67,5 @@ def test_a_cut_of_which_a_shard_is_missing_is_not_used() -> None:
 @pytest.mark.usefixtures("alone")
 def test_one_that_has_everything_fills_its_own_objects() -> None:
     saved, live = nn.Linear(3, 5), nn.Linear(3, 5)
-    reshard_live.carry_out({(1, 0): copy_of(saved)}, 5, Tracked(model=live))
+    reshard_live.carry_out({(1, 0): copy_of(saved)}, 5, Tracked(model=live), ShardMap())
     assert torch.equal(live.weight, saved.weight) and torch.equal(live.bias, saved.bias)

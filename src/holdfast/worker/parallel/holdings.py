@@ -28,8 +28,16 @@ BITS = 62
 
 def holdings_of(modules: Mapping[str, Module]) -> int:
     """Return the number of what a rank holds of these modules."""
-    lines = sorted(f"{name}.{line}" for name, module in modules.items() for line in _lines(module))
-    return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:8], "big") >> (64 - BITS)
+    return _number(f"{name}.{line}" for name, module in modules.items() for line in _lines(module))
+
+
+def names_of(modules: Mapping[str, Module]) -> int:
+    """Return the number of the names of what a rank holds: those of the stages of a pipeline differ."""
+    return _number(f"{name}.{path}" for name, module in modules.items() for path, _ in _tensors(module))
+
+
+def _number(lines: Iterable[str]) -> int:
+    return int.from_bytes(hashlib.sha256("\n".join(sorted(lines)).encode()).digest()[:8], "big") >> (64 - BITS)
 
 
 def _lines(module: Module) -> Iterator[str]:

@@ -7,7 +7,7 @@ are new and hold nothing; those of newcomers too. So, all together:
     1  everybody says which shards, of how many, it has a whole copy of (one gather)
     2  a cut of which no shard is missing is chosen; for each shard the lowest rank that has it serves it
     3  the structure of each shard goes to all: from it, and from how its own objects are cut, each rank knows which
-       tensors it needs, and in which order
+       tensors it needs, and in which order; where the cut is the same, those of one shard
     4  these lists go to all; everybody begins to send what the others want of it, out of the copies, in their order
     5  each fills its objects: what it needs is taken from its own copies, or received, one tensor at a time
 
@@ -26,10 +26,12 @@ import torch
 from holdfast.core.shard_map import ShardMap
 from holdfast.errors import StateConflictError, StateError
 from holdfast.state.arena import Arena
+from holdfast.state.load_parts import is_same_cut
 from holdfast.state.reshard import needed, reshard
 from holdfast.state.tracked import Tracked
 from holdfast.state.tree import SKELETON_BYTES_MAX, specs
 from holdfast.worker.collectives import groups
+from holdfast.worker.parallel.holdings import names_of
 from holdfast.worker.resume_point import ResumePoint
 
 OFFERS_MAX = 32
@@ -60,11 +62,15 @@ def is_needed(resume: ResumePoint, shard_map: ShardMap) -> bool:
     return any(one != (shard_map.shards, shard_map.shard_of(rank)) for rank, one in held)
 
 
-def carry_out(offers: Offers, step: int, tracked: Tracked) -> None:
-    """Fill our objects; all ranks at once. See the top of the file."""
+def carry_out(offers: Offers, step: int, tracked: Tracked, shard_map: ShardMap) -> None:
+    """Fill our objects, whose cut is `shard_map`; all ranks at once. See the top of the file."""
     source = choose(offers, step)
     ours = {shard: copy.flat().tensors for (shards, shard), copy in offers.items() if shards == source.shards}
     skeletons = _share_skeletons(source, offers)
+    rank, modules = groups.default_group().rank(), tracked.modules()
+    tracked.is_part = len({row[0] for row in groups.gather((names_of(modules),))}) > 1
+    if source.shards == shard_map.shards and is_same_cut(skeletons[shard_map.shard_of(rank)], tracked):
+        skeletons = {shard_map.shard_of(rank): skeletons[shard_map.shard_of(rank)]}
     wanted = [need for need in needed(skeletons, tracked) if need[0] not in ours]
     sending = _send(source, ours, _share(wanted))
     received = _receive(source, skeletons, wanted)
