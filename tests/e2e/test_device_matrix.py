@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.matrix import DEVICE, LIMIT_S, Case, all_cases, run_case
+from support.matrix import DEVICE, LIMIT_S, Case, Outcome, all_cases, run_case
 from support.soft_device import why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
@@ -27,6 +27,8 @@ THOROUGH = {"plain-kills-spare-soft", "fsdp-kills-no_spare-soft", "hsdp-errors-n
 )
 def test_right_or_refused_on_a_device(case: Case, tmp_path: Path) -> None:
     run_case(case, tmp_path)
+    if case.id in THOROUGH:
+        assert (Outcome(tmp_path).place.work / "transfers").exists(), "no newcomer's state came from device to device"
 
 
 def test_thorough_cases_are_cases() -> None:

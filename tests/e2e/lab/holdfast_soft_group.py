@@ -2,6 +2,8 @@
 an abort ends what is under way with whatever is there by then, and what is queued behind it runs on.
 
     SOFT_LATE_S=SECONDS     before each collective
+
+Transfers that are told together are noted in WORK/transfers, a line with their bytes for each time.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import soft_device
@@ -18,6 +21,10 @@ from torch._C._distributed_c10d import Work
 from holdfast.worker.collectives.communicators import Gloo
 
 LATE_S = float(os.environ.get("SOFT_LATE_S", "0"))
+
+
+Start = Callable[[], Work]
+"""Begins a collective of gloo's."""
 
 
 class SoftGroups(Gloo):
@@ -37,11 +44,25 @@ class SoftGroups(Gloo):
 class SoftGroup:
     """One, with a stream of its own."""
 
-    supports_coalescing = False
+    supports_coalescing = True
 
     def __init__(self, inner: Any, device_index: int) -> None:
         self.inner = inner
         self.stream = torch.Stream(torch.device("soft", device_index))
+        self._together: list[tuple[list[torch.Tensor], Start]] | None = None
+        """What was told since `_start_coalescing`."""
+
+    def _start_coalescing(self) -> None:
+        self._together = []
+
+    def _end_coalescing(self) -> Work | None:
+        told, self._together = self._together, None
+        if not told:
+            return None
+        tensors = [one for results, _ in told for one in results]
+        with (Path(os.environ["WORK"]) / "transfers").open("a") as notes:
+            notes.write(f"{sum(one.nbytes for one in tensors)}\n")
+        return self._queue(tensors, [start for _, start in told])
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.inner, name)
@@ -53,15 +74,20 @@ class SoftGroup:
             if not tensors:
                 return found(*arguments)
             host = [on_host(argument) for argument in arguments]
-            return self._queue(list(tensors_in(arguments[:1])), lambda: found(*host))
+            results, start = list(tensors_in(arguments[:1])), lambda: found(*host)
+            if self._together is not None:
+                self._together.append((results, start))
+                return None
+            return self._queue(results, [start])
 
         return call
 
-    def _queue(self, results: list[torch.Tensor], start: Callable[[], Work]) -> Work:
+    def _queue(self, results: list[torch.Tensor], starts: list[Start]) -> Work:
         def kernel() -> None:
             time.sleep(LATE_S)
             try:
-                start().wait()
+                for work in [start() for start in starts]:
+                    work.wait()
             except Exception as error:
                 print(f"soft device: a collective was aborted ({error}), what is behind it runs on", flush=True)
 

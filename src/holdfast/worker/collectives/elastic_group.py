@@ -14,7 +14,8 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -225,6 +226,18 @@ class ElasticGroup(ProcessGroup):
                 if connections.store is not None and connects_in_rebuild(device):
                     self.devices_used.add(device)
 
+    def connected_devices(self) -> list[str]:
+        """Return the types of devices that run behind the host on which it is connected in this view, by what begins
+        several transfers together."""
+        with self._lock:
+            if self._connections is not state.connections:
+                return []
+            return [
+                device
+                for device, inner in self._inners.items()
+                if device in self.devices_used and getattr(inner, "supports_coalescing", False)
+            ]
+
     @property
     def is_usable(self) -> bool:
         return not self._unusable
@@ -276,6 +289,17 @@ class ElasticGroup(ProcessGroup):
         one_by_one(operations)
         work = self._end_coalescing(device)
         return [work] if work is not None else []
+
+    @contextmanager
+    def told_together(self, device: torch.device) -> Iterator[list[Any]]:
+        """Begin together what the block tells the device's library, and make the current stream wait for it. The block
+        adds what it is given to the list: NCCL's memory is kept by that until then."""
+        works: list[Any] = []
+        self._start_coalescing(device)
+        yield works
+        together_work = self._end_coalescing(device)
+        for work in [together_work] if together_work is not None else works:
+            work.wait()
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._through(device.type)._start_coalescing()

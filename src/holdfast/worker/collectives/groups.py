@@ -196,6 +196,19 @@ def reconnect(timeout: timedelta) -> None:
     connect_groups(current_connections(), list(state.groups), timeout)
 
 
+def connected_with(rank: int) -> tuple[ElasticGroup, str] | None:
+    """Return a group that this view has connected on a device with another rank, and the type of the device; right
+    after `reconnect` both ranks find the same. Only one that begins several transfers together: NCCL makes single ones
+    through a communicator for the two ranks alone, which connects when it is first used."""
+    found = {
+        (group.name_in_store, group.members, device): group
+        for group in list(state.groups)
+        for device in group.connected_devices()
+        if rank in group.members
+    }
+    return (found[first], first[2]) if (first := min(found, default=None)) is not None else None
+
+
 def keep_books(connections: ViewConnections) -> None:
     """Tell torch's own tables which ranks a group has, and where its store is."""
     groups = [(group, group.members) for group in list(state.groups)]

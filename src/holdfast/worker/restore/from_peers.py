@@ -9,7 +9,8 @@ Everybody knows from the resume who has the state and who has not, so the plan n
     what each rank has for       from the rank that keeps the newcomer's copy of it, beside the rest (local_state.py)
     itself
 
-Sources send from a copy made for the purpose; who has neither to send nor to receive goes on.
+Tensors on a device go from device to device where the view has connected both ranks there (device_transfer.py). Else
+sources send from a copy in host memory, made for the purpose. Who has neither to send nor to receive goes on.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from holdfast.state.per_rank_state import StatePart
 from holdfast.state.tracked import Tracked
 from holdfast.state.tree import unflatten
 from holdfast.wire.worker_messages import Assignment
+from holdfast.worker.restore.device_transfer import DeviceLink, link_to, receive_state, send_state
 from holdfast.worker.restore.peer_replicas import ReplicaRing, receive_snapshot, send_snapshot
 from holdfast.worker.resume_point import ResumePoint
 
@@ -94,23 +96,46 @@ def carry_out(
 ) -> None:
     """Carry out our part of the plan."""
     ours = [transfer for transfer in transfers if transfer.source == assignment.rank]
-    if any(not transfer.is_replica for transfer in ours):
+    links = {transfer: link_of(transfer, assignment.rank) for transfer in transfers}
+    by_host = [transfer for transfer in ours if not transfer.is_replica and links[transfer] is None]
+    if by_host:
         snapshot = Arena(is_kept=False)
         snapshot.take(tracked.state(StatePart.SHARED), resume.next_step)
-        for sending in [send_snapshot(snapshot, transfer.newcomer) for transfer in ours if not transfer.is_replica]:
+        for sending in [send_snapshot(snapshot, transfer.newcomer) for transfer in by_host]:
             sending.wait()
     for transfer in ours:
+        link, step = links[transfer], resume.next_step
         if transfer.is_replica:
             ring = rings.get(transfer.part)
-            copy = ring.copy_of(transfer.newcomer, resume.next_step) if ring is not None else None
+            copy = ring.copy_of(transfer.newcomer, step) if ring is not None else None
             if copy is None:
-                raise StateLostError(f"the replica of rank {transfer.newcomer} is not of step {resume.next_step}")
-            send_snapshot(copy, transfer.newcomer).wait()
-    received = [
-        receive(transfer.source, resume.next_step) for transfer in transfers if transfer.newcomer == assignment.rank
-    ]
+                raise StateLostError(f"the replica of rank {transfer.newcomer} is not of step {step}")
+            if link is None:
+                send_snapshot(copy, transfer.newcomer).wait()
+            else:
+                send_state(link, copy.flat(), tracked.state(transfer.part), step, transfer.newcomer)
+        elif link is not None:
+            state = tracked.state(StatePart.SHARED)
+            send_state(link, state, state, step, transfer.newcomer)
+    received = []
+    for transfer in transfers:
+        if transfer.newcomer == assignment.rank:
+            link = links[transfer]
+            if link is None:
+                received.append(receive(transfer.source, resume.next_step))
+            else:
+                received.append(receive_state(link, tracked, transfer.source, resume.next_step))
     if received:
-        tracked.load_tree({name: branch for tree in received for name, branch in tree.items()})
+        is_ours = any(link is not None for link in links.values())
+        tracked.load_tree({name: branch for tree in received for name, branch in tree.items()}, is_ours)
+
+
+def link_of(transfer: StateTransfer, rank: int) -> DeviceLink | None:
+    """Return what carries out a transfer of ours from device to device; None for one that goes through the hosts, as
+    what a rank has for itself always does: it is little."""
+    if rank not in transfer[:2] or transfer.part is StatePart.LOCAL:
+        return None
+    return link_to(transfer.newcomer if rank == transfer.source else transfer.source)
 
 
 def receive(source: int, step: int) -> dict[str, Any]:
