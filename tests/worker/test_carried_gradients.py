@@ -55,6 +55,20 @@ def test_an_accumulation_over_another_optimizers_update_is_refused() -> None:
         pair.step(0, 1)
 
 
+def test_what_lies_there_before_an_update_that_computes_is_let_be() -> None:
+    """LBFGS: its closure clears the gradients, and makes them again."""
+    pair = Pair()
+    for _ in range(3):
+        pair.transaction.remember()
+        pair.transaction.begin()
+        assert not pair.transaction.begin_update(pair.optimizers[0], computes=True)
+        pair.transaction.updating()
+        pair.optimizers[0].zero_grad()
+        pair.models[0](torch.ones(1, 2)).sum().backward()
+        pair.optimizers[0].step()
+        pair.finish()
+
+
 def test_what_is_cleared_before_the_backward_is_left_over() -> None:
     pair = Pair()
     for _ in range(3):

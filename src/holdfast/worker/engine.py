@@ -359,11 +359,12 @@ class Engine:
         rank, size = self.collectives.rank(), self.collectives.world_size()
         return rank if self.coordinates is None else self.coordinates.of(rank, size)
 
-    def before_update(self, optimizer: Any) -> None:
-        """Commit the step, or copy the state, before an optimizer changes its first parameter."""
+    def before_update(self, optimizer: Any, *, computes: bool = False) -> None:
+        """Commit the step, or copy the state, before an optimizer changes its first parameter. `computes`: it is given
+        a closure, by which it makes its gradients itself."""
         self._state.before_update(optimizer)
         is_first = self.is_stepping and not self.transaction.has_updated
-        if self.transaction.begin_update(optimizer if self.membership is not None else None):
+        if self.transaction.begin_update(optimizer if self.membership is not None else None, computes=computes):
             self._commit()
         elif is_first and self.membership is not None:
             self._state.align_buffers()

@@ -416,12 +416,16 @@ class Job:
 
     # --- a step's own business
 
-    def _before_update(self, optimizer: Any, *_: Any) -> None:
+    def _before_update(
+        self, optimizer: Any, positional: Sequence[Any] = (), named: Mapping[str, Any] | None = None
+    ) -> None:
+        """Do what precedes `optimizer.step`, given what it was called with, the optimizer itself first."""
         if self._engine.is_stepping:
             if self._canonical is not None:
                 self._canonical.before_update()
             self._engine.guards.measure()
-            self._engine.before_update(optimizer)
+            computes = any(callable(value) for value in (*positional[1:], *(named or {}).values()))
+            self._engine.before_update(optimizer, computes=computes)
 
     def _end_checks(self) -> None:
         if self._checks is not None:

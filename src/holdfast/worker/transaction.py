@@ -165,11 +165,13 @@ class StepTransaction:
         self._early |= {id(tensor) for tensor, _ in changed} | (set(self._bits) if hidden else set())
         self._not_copied = [tensor for tensor, copy in changed + hidden if copy is None]
 
-    def begin_update(self, optimizer: Any = None) -> bool:
+    def begin_update(self, optimizer: Any = None, *, computes: bool = False) -> bool:
         """Prepare for an optimizer's update, before it changes a parameter. Return whether the step must be committed
-        first, as no copy of the state is kept; `updating` follows."""
+        first, as no copy of the state is kept; `updating` follows. `computes`: the update makes its gradients itself,
+        so that those which are there now are not what it applies."""
         if self.is_open and optimizer is not None:
-            self._carried.check(optimizer)
+            if not computes:
+                self._carried.check(optimizer)
             self._updating.add(id(optimizer))
         if optimizer is None:
             self._silent.drop()

@@ -1,5 +1,6 @@
-"""Collectives of the device in holdfast_soft.py, as NCCL's are: `wait()` makes the current stream wait, not the host;
-an abort ends what is under way with whatever is there by then, and what is queued behind it runs on.
+"""Collectives of the device in holdfast_soft.py, as NCCL's are: `wait()` makes the current stream wait, not the host.
+One that breaks is noted where `error_of` finds it, and its kernel stays on the device until an abort; that ends it with
+whatever is there by then, and what is queued behind it runs on.
 
     SOFT_LATE_S=SECONDS     before each collective
 
@@ -9,6 +10,7 @@ Transfers that are told together are noted in WORK/transfers, a line with their 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,9 +22,8 @@ from torch._C._distributed_c10d import Work
 
 from holdfast.worker.collectives.communicators import Gloo
 
+FREED_WITHIN_S = 60.0
 LATE_S = float(os.environ.get("SOFT_LATE_S", "0"))
-
-
 Start = Callable[[], Work]
 """Begins a collective of gloo's."""
 
@@ -34,9 +35,14 @@ class SoftGroups(Gloo):
         return SoftGroup(super().make(*arguments), arguments[-1].device_index)
 
     def free(self, inner: Any) -> None:
+        inner.is_freed.set()
         super().free(inner.inner)
 
+    def error_of(self, inner: Any) -> str:
+        return str(inner.error)
+
     def drop(self, inner: Any) -> None:
+        inner.is_freed.set()
         inner.stream.synchronize()
         super().drop(inner.inner)
 
@@ -49,6 +55,7 @@ class SoftGroup:
     def __init__(self, inner: Any, device_index: int) -> None:
         self.inner = inner
         self.stream = torch.Stream(torch.device("soft", device_index))
+        self.error, self.is_freed = "", threading.Event()
         self._together: list[tuple[list[torch.Tensor], Start]] | None = None
         """What was told since `_start_coalescing`."""
 
@@ -89,6 +96,8 @@ class SoftGroup:
                 for work in [start() for start in starts]:
                     work.wait()
             except Exception as error:
+                self.error = f"a collective broke: {error}"
+                self.is_freed.wait(FREED_WITHIN_S)
                 print(f"soft device: a collective was aborted ({error}), what is behind it runs on", flush=True)
 
         self.stream.wait_stream(torch.accelerator.current_stream(self.stream.device))

@@ -55,7 +55,8 @@ class Meter:
 def objects(seed: int, *, is_trained: bool) -> Tracked:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
-    model[2].weight = nn.Parameter(model[2].weight.detach().t().contiguous().t())  # not in the order of its elements
+    last = model[2]
+    last.weight = nn.Parameter(torch.randn(7, 3).t())  # its elements do not lie in their order
     optimizer, meter = torch.optim.Adam(model.parameters()), Meter()
     if is_trained:
         model(torch.randn(4, 5)).sum().backward()
@@ -123,7 +124,7 @@ def send_and_die(member: Member, rank: int, size: int) -> None:
     member.start(rank, size)
     tracked = objects(rank, is_trained=True)
     state = tracked.state()
-    DeviceLink.wait = lambda _: os.kill(os.getpid(), 9)  # type: ignore[method-assign]
+    DeviceLink.wait = lambda _: os.kill(os.getpid(), 9)  # type: ignore[assignment, method-assign]
     send_state(link(), state, state, STEP, 1)
 
 

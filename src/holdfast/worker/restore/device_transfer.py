@@ -70,7 +70,7 @@ def link_to(rank: int) -> DeviceLink | None:
 class Piece(NamedTuple):
     """A range of bytes of one tensor."""
 
-    index: int
+    tensor: int
     start: int
     stop: int
 
@@ -113,7 +113,7 @@ def send_state(link: DeviceLink, flat: FlatTree, live: FlatTree, step: int, to: 
         dist.send(part, to, tag=_TAG_OTHERS)
     tensors = [one.detach() for one, flag in zip(flat.tensors, flags, strict=True) if flag]
     for batch in batches([one.nbytes for one in tensors], BATCH_BYTES):
-        pieces = [as_bytes(tensors[piece.index])[piece.start : piece.stop].to(link.device) for piece in batch]
+        pieces = [as_bytes(tensors[piece.tensor])[piece.start : piece.stop].to(link.device) for piece in batch]
         link.transfer(pieces, to, is_source=True)
     link.wait()
     dist.send(header, to, tag=_TAG_SENT)
@@ -145,7 +145,7 @@ def receive_state(link: DeviceLink, tracked: Tracked, source: int, step: int) ->
     ]
     targets = [tensor for tensor, flag in zip(tensors, is_by_device, strict=True) if flag]
     for batch in batches([one.nbytes for one in targets], BATCH_BYTES):
-        pieces = [as_bytes(targets[piece.index])[piece.start : piece.stop] for piece in batch]
+        pieces = [as_bytes(targets[piece.tensor])[piece.start : piece.stop] for piece in batch]
         link.transfer(pieces, source, is_source=False)
     for target in targets:
         torch.autograd.graph.increment_version(target)  # received into, which torch does not count as a change

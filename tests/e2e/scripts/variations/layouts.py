@@ -5,6 +5,7 @@ Ranks of one data coordinate have the same batches.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,7 @@ def loader(mesh: DeviceMesh) -> hf.Loader:
 
 
 def mesh_of(**sizes: int) -> DeviceMesh:
-    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return init_device_mesh(os.environ.get("BENCH_DEVICE", "cpu"), tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def hurting(bench: Bench, module: nn.Module) -> nn.Module:
@@ -136,7 +137,9 @@ def pipeline(
             if isinstance(block, Block):
                 hurting(bench, block.up)
     parts = [
-        PipelineStage(module, number, size * rounds, torch.device("cpu"), group=pp.get_group())
+        PipelineStage(
+            module, number, size * rounds, torch.device(os.environ.get("BENCH_DEVICE", "cpu")), group=pp.get_group()
+        )
         for module, number in zip(modules, numbers, strict=True)
     ]
     plan = getattr(schedules, schedule)(
