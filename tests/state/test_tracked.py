@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from holdfast.data.loader import Loader
 from holdfast.errors import StateError
+from holdfast.state.step_backup import put_gradient
 from holdfast.state.tracked import Tracked
 from holdfast.state.tree import FlatTree, flatten
 
@@ -378,3 +379,10 @@ def test_parameters_are_listed_once() -> None:
     tracked = Tracked(model=model, part=model[0], optimizer=torch.optim.SGD([*model.parameters(), alone]))
     assert len(tracked.parameters()) == 4
     assert list(tracked.modules()) == ["model", "part"] and list(tracked.optimizers()) == ["optimizer"]
+
+
+def test_an_accumulated_gradient_from_the_host_goes_to_the_parameters_device() -> None:
+    """A newcomer's parameters have none yet. `meta` is torch's device without memory."""
+    parameter = nn.Parameter(torch.zeros(3, device="meta"))
+    put_gradient(parameter, torch.ones(3))
+    assert parameter.grad is not None and parameter.grad.device == parameter.device

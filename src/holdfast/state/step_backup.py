@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from holdfast.state.dtensors import Sharded, into, local_of
+from holdfast.state.dtensors import Sharded, copied_to, into, local_of
 from holdfast.state.module_flags import Flags, SavedFlags
 from holdfast.state.modules import buffer_slots
 from holdfast.state.param_groups import SavedGroup, capture_groups, restore_groups
@@ -141,4 +141,4 @@ def put_gradient(parameter: torch.Tensor, saved: Any) -> None:
     elif isinstance(parameter, DTensor) and isinstance(saved, Sharded):
         parameter.grad = into(saved, parameter)
     else:
-        parameter.grad = saved.clone()
+        parameter.grad = copied_to(saved, parameter.device)
