@@ -227,7 +227,8 @@ class Job:
         self._is_declared = True
         schedules = [thing for thing in objects.values() if pipelines.is_schedule(thing)]
         self._state.follow_pipelines(schedules)
-        self._engine.stage = pipelines.stage_number(schedules)
+        if schedules:
+            self._engine.stage = pipelines.stage_number(schedules)
         objects = {name: thing for name, thing in objects.items() if not pipelines.is_schedule(thing)}
         for name, thing in wrappers.resolved(with_values_held(objects, self.values)).items():
             add_tracked(self._tracked, name, thing)
