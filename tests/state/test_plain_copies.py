@@ -25,7 +25,8 @@ class Expert(nn.Module):
         self.expert = nn.Linear(3, 40)
         with torch.no_grad():
             self.expert.weight[39, 2] = number
-        self.norm.running_mean.fill_(number)  # of this rank's own batches
+        for statistics in self.norm.buffers():
+            statistics.fill_(number)  # of this rank's own batches
 
 
 def saved_by(*models: nn.Module) -> list[FlatTree]:

@@ -8,6 +8,7 @@ import warnings
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -175,5 +176,5 @@ def test_what_shards_have_in_shares_of_their_own_is_listed_as_the_first_has_it(t
         (tmp_path / f"part-{number}.safetensors").write_bytes(image)
         parts.append((f"part-{number}.safetensors", layout))
     (tmp_path / ".metadata").write_bytes(dcp_metadata(parts, shards=2))
-    chunks = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata["w"].chunks
-    assert [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks] == [((0,), (4,)), ((4,), (2,))]
+    listed: Any = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata["w"]
+    assert [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in listed.chunks] == [((0,), (4,)), ((4,), (2,))]
