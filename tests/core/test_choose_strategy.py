@@ -1136,3 +1136,74 @@ def test_a_master_that_restarts_in_the_middle_of_many_echoes_decides_all_the_sam
     world.reconnect_all()
     world.wait(1.0)
     assert only(world.history, r.IncidentDecided).strategy is Strategy.RETRY
+
+
+# --- whole replicas of a model that is cut
+
+PIPELINE = SessionInfo(shard_map=ShardMap(2, (2, 2), (False, True)), world_multiple=2, world_size=4)
+"""Ranks 0 and 1 have the first stage, 2 and 3 the second."""
+
+
+def in_replicas(nodes: tuple[int, int] = (1, 2), **settings: Any) -> World:
+    return training(session=PIPELINE, nodes=nodes, recovery=allowed("elastic-training,exit"), **settings)
+
+
+@pytest.mark.parametrize(
+    ("node_id", "local_rank", "surplus"),
+    [("a", 0, ("b", 1)), ("a", 1, ("b", 1)), ("b", 0, ("a", 1)), ("b", 1, ("a", 1))],
+)
+def test_the_living_form_whole_replicas_and_no_shard_is_left_out(
+    node_id: str, local_rank: int, surplus: tuple[str, int]
+) -> None:
+    world = in_replicas()
+    kill(world, node_id, local_rank)
+    assert decided(world).strategy is Strategy.ELASTIC_TRAINING
+    assert "in whole replicas of 2; 1 worker left over" in decided(world).why
+    assert view(world).surplus == (surplus,) and view(world).world_size == 2
+    assert tuple(m.workers for m in view(world).members) == (1, 1)
+    assert serve(world, surplus[0]).surplus == (surplus[1],) and serve(world, node_id).surplus == ()
+
+
+def test_a_job_whose_living_form_no_whole_replica_does_not_go_on() -> None:
+    world = in_replicas()
+    kill(world, "a", 0)
+    settle(world, ShardMap(2))
+    kill(world, "b", 0)
+    assert world.finished is not None
+
+
+def test_who_has_no_rank_parks_and_the_next_replica_needs_all_its_workers() -> None:
+    world = in_replicas()
+    kill(world, "b", 1)
+    settle(world, ShardMap(2))
+    assert [serve(world, node_id).spares for node_id in "ab"] == [1, 1]
+    world.do(world.committed("a", 7))
+    world.do(world.parked("a", 1))
+    assert view(world).world_size == 2, "one more rank would be no replica"
+    world.do(world.parked("b", 1))
+    assert view(world).planned and view(world).world_size == 4
+    assert tuple(m.workers for m in view(world).members) == (2, 2)
+
+
+def test_a_node_is_taken_in_with_as_many_workers_as_make_whole_replicas() -> None:
+    world = in_replicas(nodes=(1, 4))
+    world.do(world.committed("a", 7))
+    world.do(world.hello("c", workers=1))
+    world.do(world.parked("c", 1))
+    assert view(world).world_size == 4
+    world.do(world.hello("d", workers=2))
+    world.do(world.parked("d", 2))
+    world.wait(10)
+    assert view(world).planned and view(world).world_size == 6
+
+
+def test_a_map_of_another_world_is_not_told_to_newcomers() -> None:
+    assert PIPELINE.map_in(4) == PIPELINE.shard_map
+    small = replace(PIPELINE, shard_map=ShardMap(2), world_size=2)
+    assert small.map_in(2) == ShardMap(2) and small.map_in(4) is None
+
+
+def settle(world: World, shard_map: ShardMap) -> None:
+    """The workers of the view have joined it, cut like this."""
+    world.session = replace(PIPELINE, shard_map=shard_map, world_size=view(world).world_size)
+    world.do(*(world.settled(member.node_id) for member in view(world).members))

@@ -294,7 +294,7 @@ def _combined_session(job: JobState, session: e.SessionInfo) -> e.SessionInfo:
     if not is_known or job.state.session is None:
         return session
     # The newest report says how the state is sharded: workers that re-entered their function have sharded it again.
-    return replace(e.combined([job.state.session, session]), shard_map=session.shard_map, replicas=session.replicas)
+    return _cut_as(session, e.combined([job.state.session, session]))
 
 
 def _session_revised(job: JobState, event: e.SessionRevised, now: float) -> list[r.Record]:
@@ -306,10 +306,21 @@ def _session_revised(job: JobState, event: e.SessionRevised, now: float) -> list
     if not is_heard or job.state.session is None:
         return []
     known = job.state.session  # sharding does not change within a view, and may have been different before
-    session = replace(e.combined([known, event.session]), shard_map=known.shard_map, replicas=known.replicas)
+    session = _cut_as(known, e.combined([known, event.session]))
     if session == known:
         return []
     return [r.SessionRevisedRecord(at=now, node_id=event.node_id, view=event.view, session=session)]
+
+
+def _cut_as(one: e.SessionInfo, session: e.SessionInfo) -> e.SessionInfo:
+    """Return what is known of the workers' state, cut and copied as this one says."""
+    return replace(
+        session,
+        shard_map=one.shard_map,
+        replicas=one.replicas,
+        world_multiple=one.world_multiple,
+        world_size=one.world_size,
+    )
 
 
 def _shortened(vector: e.WorkerProgress) -> e.WorkerProgress:

@@ -61,6 +61,14 @@ class SessionInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Copies of each rank's own state in the memory of other ranks."""
     why_fixed: str = ""
     """Why the workers cannot go on in a world of another size, where that is not plain from how their state is cut."""
+    world_multiple: int = 1
+    """Of which number the size of another world must be a multiple: that of the ranks of one whole replica."""
+    world_size: int = 0
+    """The size of the world that the map is of; 0: not said."""
+
+    def map_in(self, world_size: int) -> ShardMap | None:
+        """Return the map, if it is one of a world of this size; else None: the ranks there have yet to say theirs."""
+        return self.shard_map if self.world_size in (0, world_size) and self.shard_map.fits(world_size) else None
 
     @property
     def shards(self) -> int:
@@ -80,6 +88,8 @@ def combined(sessions: Iterable[SessionInfo]) -> SessionInfo:
         per_rank=bool(copies),
         local_replicas=min(copies, default=0),
         why_fixed=next((session.why_fixed for session in reversed(said) if session.why_fixed), ""),
+        world_multiple=max(session.world_multiple for session in said),
+        world_size=said[-1].world_size,
     )
 
 

@@ -324,7 +324,7 @@ def _count_try(job: JobState, incident: Incident, record: r.ViewFormed) -> None:
 def _carried_holders(job: JobState, view: View, changed: ChangedMembers) -> dict[str, NodeHolders]:
     """Return what the members' workers bring into a view that keeps them."""
     dead: dict[str, set[int]] = {}
-    for node_id, local_rank in (*ended_workers(job), *view.replaced):
+    for node_id, local_rank in (*ended_workers(job), *view.replaced, *view.surplus):
         dead.setdefault(node_id, set()).add(local_rank)
     carried = dict(job.progress.holders)
     for node_id in changed.gone:

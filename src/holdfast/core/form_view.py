@@ -65,6 +65,7 @@ def _assemble(
         planned=plan is not None and plan.planned,
         strategy=_strategy(plan) if plan else None,
         replaced=plan.replaced if plan else (),
+        surplus=plan.surplus if plan else (),
         weights=plan.weights if plan and plan.weights is not None else carried(job, members),
     )
 

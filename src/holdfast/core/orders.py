@@ -70,6 +70,8 @@ class Serve(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
     """How many parked workers to keep beside."""
     session: SessionInfo | None
     """What is known of the workers' state; None until they have said so."""
+    surplus: tuple[int, ...] = ()
+    """Local ranks of the view before whose workers are well and have no rank in this one."""
     partners: tuple[Peer, ...] = ()
     """The nodes that hold replicas of this node's snapshots."""
     replica_owners: tuple[Peer, ...] = ()
@@ -319,6 +321,7 @@ def _serve(job: JobState, view: View, member: Member, common: CommonParts) -> Se
         planned=view.planned,
         strategy=view.strategy,
         replaced=tuple([local_rank for node_id, local_rank in view.replaced if node_id == member.node_id]),
+        surplus=tuple([local_rank for node_id, local_rank in view.surplus if node_id == member.node_id]),
         spares=_spares_beside(job, member),
         session=job.state.session,
         partners=common.peers(job.state.placement.partners.get(member.node_id, ())),

@@ -31,6 +31,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import msgspec
+
 from holdfast.core.assess import (
     ViewProblem,
     can_repair_online,
@@ -46,6 +48,7 @@ from holdfast.core.rung_plans import (
     PlannedNode,
     RungPlan,
     find_substitutes,
+    in_whole_replicas,
     keeps_full_state,
     may_resize,
     standby,
@@ -82,7 +85,8 @@ def due_at(job: JobState) -> float | None:
         return _newcomers_due_at(job)
     if not _can_grow(job) or members_gone(job):
         return None
-    return min((_taken_in_at(job, node) for node in _arrivals(job)), default=None)
+    due = sorted(_taken_in_at(job, node) for node in _arrivals(job))
+    return next((at for at in due if _grown(job, at)), None)  # fewer may be no whole replica
 
 
 def has_store(job: JobState, plan: RungPlan) -> bool:
@@ -125,7 +129,15 @@ def _replace_leaving(job: JobState) -> RungPlan | None:
         planned=True,
         fills=any(place.node_id not in job.members for place in places),
     )
-    return plan if keeps_full_state(job, plan) else None
+    return plan if is_complete and keeps_full_state(job, plan) else None if is_complete else _fewer(job, plan)
+
+
+def _fewer(job: JobState, plan: RungPlan) -> RungPlan | None:
+    """Return a plan for fewer ranks, as whole replicas, if the state and enough nodes are left."""
+    whole = in_whole_replicas(job, plan)
+    if whole is None or len(whole.places) < max(job.settings.nodes_min, 1):
+        return None
+    return whole if keeps_full_state(job, whole) else None
 
 
 def _replacement_text(job: JobState, places: list[PlannedNode], is_complete: bool) -> str:
@@ -149,7 +161,7 @@ def _shrunk(job: JobState) -> RungPlan | None:
         why=f"{counted(job.settings.nodes_max, 'node')} requested: {', '.join(newest)} leave",
         planned=True,
     )
-    return plan if keeps_full_state(job, plan) else None
+    return _fewer(job, plan)
 
 
 # --- more
@@ -167,15 +179,16 @@ def _grown(job: JobState, now: float) -> RungPlan | None:
         member = job.members[node_id]
         kept[member.group_rank] = PlannedNode(node_id, member.workers + missing, member.group_rank)
     new = [PlannedNode(n.node_id, n.info.workers, None) for n in arrivals]
-    texts = [f"node {n.node_id} joined" for n in arrivals]
-    texts += [f"{node_id} has parked workers for {counted(n, 'missing rank')}" for node_id, n in empty.items()]
-    return RungPlan(
-        strategy=Strategy.ELASTIC_TRAINING,
-        places=(*kept, *new),
-        why=listed(texts),
-        planned=True,
-        fills=True,
-    )
+    assert job.view is not None
+    full = RungPlan(strategy=Strategy.ELASTIC_TRAINING, places=(*kept, *new), why="", planned=True, fills=True)
+    plan = in_whole_replicas(job, full)
+    if plan is None or sum([place.workers for place in plan.places]) <= job.view.world_size:
+        return None
+    workers = {place.node_id: place.workers for place in plan.places}
+    texts = [f"node {n.node_id} joined" for n in arrivals if n.node_id in workers]
+    filled = {node_id: workers[node_id] - job.members[node_id].workers for node_id in empty}
+    texts += [f"{node_id} has parked workers for {counted(n, 'missing rank')}" for node_id, n in filled.items() if n]
+    return msgspec.structs.replace(plan, why=listed(texts))
 
 
 def _can_grow(job: JobState) -> bool:

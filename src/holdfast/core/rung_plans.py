@@ -19,6 +19,7 @@ from holdfast.core.state import JobState, Node
 from holdfast.core.state_coverage import WorkerKey, missing_shards
 from holdfast.core.strategies import Strategy
 from holdfast.core.views import Member
+from holdfast.core.whole_replicas import SeatedWorker, surplus, whole_size
 from holdfast.core.wording import counted
 
 
@@ -38,6 +39,8 @@ class RungPlan(msgspec.Struct, frozen=True, kw_only=True):
     places: tuple[PlannedNode, ...]
     why: str
     replaced: tuple[WorkerKey, ...] = ()
+    surplus: tuple[WorkerKey, ...] = ()
+    """Workers that are well and have no rank: with them the world would be no whole number of replicas."""
     planned: bool = False
     fills: bool = False
     """It starts workers beside those of its strategy, from parked ones first."""
@@ -189,13 +192,19 @@ def _taken(job: JobState, substitutes: dict[str, Node], leaving: list[Member]) -
 def elastic(job: JobState, damage: ViewDamage) -> RungPlan | None:
     """Plan fewer ranks, of the live workers."""
     assert job.view is not None and job.state.session is not None
-    places = _survivors(job, damage)
-    if damage.is_none or not job.state.session.resizable or len(places) < job.settings.nodes_min or not places:
+    if damage.is_none or not job.state.session.resizable:
         return None
-    ranks = sum([place.workers for place in places])
+    left = RungPlan(
+        strategy=Strategy.ELASTIC_TRAINING, places=_survivors(job, damage), why="", replaced=damage.replaced
+    )
+    plan = in_whole_replicas(job, left)
+    if plan is None or len(plan.places) < job.settings.nodes_min:
+        return None
+    ranks, without = sum([place.workers for place in plan.places]), _ranks_of(left) - _ranks_of(plan)
     why = f"{ranks} of {job.view.world_size} ranks are left and can share all the data"
-    plan = RungPlan(strategy=Strategy.ELASTIC_TRAINING, places=places, why=why, replaced=damage.replaced)
-    return _checked(job, plan)
+    if without:
+        why += f", in whole replicas of {job.state.session.world_multiple}; {counted(without, 'worker')} left over"
+    return _checked(job, msgspec.structs.replace(plan, why=why))
 
 
 def fill_minimum(job: JobState, damage: ViewDamage, *, waiting: list[Node] | None = None) -> RungPlan | None:
@@ -211,18 +220,62 @@ def fill_minimum(job: JobState, damage: ViewDamage, *, waiting: list[Node] | Non
         return None
     former = {m.node_id: m.group_rank for m in damage.gone}
     new = [PlannedNode(n.node_id, n.info.workers, former.get(n.node_id)) for n in waiting[:missing]]
-    ranks = sum(place.workers for place in (*places, *new))
-    why = f"{', '.join(place.node_id for place in new)} stand by for the minimum of nodes: {counted(ranks, 'rank')}"
-    return _checked(
-        job,
-        RungPlan(
-            strategy=Strategy.ELASTIC_TRAINING,
-            places=(*places, *new),
-            why=why,
-            replaced=damage.replaced,
-            fills=True,
-        ),
+    left = RungPlan(
+        strategy=Strategy.ELASTIC_TRAINING, places=(*places, *new), why="", replaced=damage.replaced, fills=True
     )
+    plan = in_whole_replicas(job, left)
+    if plan is None or len(plan.places) < job.settings.nodes_min:
+        return None
+    ranks = counted(_ranks_of(plan), "rank")
+    why = f"{', '.join(place.node_id for place in new)} stand by for the minimum of nodes: {ranks}"
+    return _checked(job, msgspec.structs.replace(plan, why=why))
+
+
+def in_whole_replicas(job: JobState, plan: RungPlan) -> RungPlan | None:
+    """Return the plan with as many ranks as make whole replicas of the model; None if they do not make one. Workers
+    that would have to be started are left out first."""
+    assert job.state.session is not None
+    multiple = job.state.session.world_multiple
+    excess = _ranks_of(plan) - whole_size(_ranks_of(plan), multiple)
+    if not plan.places or excess == _ranks_of(plan):
+        return None
+    if not excess:
+        return plan
+    living = {place.node_id: _living_of(job, plan, place.node_id) for place in plan.places}
+    fewer = dict.fromkeys(living, 0)
+    for place in reversed(plan.places):
+        started = max(place.workers - len(living[place.node_id]), 0)
+        fewer[place.node_id] = min(started, excess)
+        excess -= fewer[place.node_id]
+    idle = surplus([worker for workers in living.values() for worker in workers], excess)
+    for worker in idle:
+        fewer[worker.node] += 1
+    places = (msgspec.structs.replace(place, workers=place.workers - fewer[place.node_id]) for place in plan.places)
+    kept = tuple(place for place in places if place.workers)
+    return msgspec.structs.replace(
+        plan, places=kept, surplus=tuple((worker.node, worker.local_rank) for worker in idle)
+    )
+
+
+def _ranks_of(plan: RungPlan) -> int:
+    return sum([place.workers for place in plan.places])
+
+
+def _living_of(job: JobState, plan: RungPlan, node_id: str) -> list[SeatedWorker]:
+    """Return the workers of a node that go on under the plan."""
+    member = job.members.get(node_id)
+    if member is None or node_id in job.sets.off:
+        return []
+    ended, holders = {*ended_workers(job), *plan.replaced}, job.progress.holders.get(node_id, ())
+    held = dict(enumerate(holders))
+    return [
+        SeatedWorker(
+            node_id, local_rank, (holder.layout, holder.layout.shard_map.shard_of(holder.rank)) if holder else None
+        )
+        for local_rank in range(member.workers)
+        if (node_id, local_rank) not in ended
+        for holder in (held.get(local_rank),)
+    ]
 
 
 def why_not_elastic(job: JobState) -> str:
@@ -400,13 +453,14 @@ def _checked(job: JobState, plan: RungPlan) -> RungPlan | None:
 
 def keeps_full_state(job: JobState, plan: RungPlan) -> bool:
     """Return whether the workers that stay under the plan hold a complete copy of the state."""
-    full, ended = job.held.full, {node_id for node_id, _ in plan.replaced}
+    gone = (*plan.replaced, *plan.surplus)
+    full, ended = job.held.full, {node_id for node_id, _ in gone}
     if any(place.node_id in full and place.node_id not in ended for place in plan.places):
         return True
     left_out = job.members.keys() - {place.node_id for place in plan.places}
-    if not plan.replaced and left_out <= job.sets.off.keys():
+    if not gone and left_out <= job.sets.off.keys():
         return not what_is_missing(job)  # known: all go on that can
-    return not missing_shards(living_holders(job, plan.replaced, left_out))
+    return not missing_shards(living_holders(job, gone, left_out))
 
 
 def _processes(damage: ViewDamage) -> str:

@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterable
 import msgspec
 
 from holdfast.core.events import SessionInfo
-from holdfast.core.shard_map import ALL_OF_IT, ShardMap, lonely_shards
+from holdfast.core.shard_map import ShardMap, lonely_shards
 from holdfast.core.views import View, reassign_local_ranks, ring_partner
 
 
@@ -61,18 +61,17 @@ NodeHolders = tuple[StateHolder | None, ...]
 
 def layout_of(view: View, session: SessionInfo, known: ShardLayout | None = None) -> ShardLayout:
     """Return how the state of a view's workers is sharded; the known layout, if it has not changed."""
-    first_ranks = known.first_ranks if known else tuple([m.first_rank for m in view.members])
-    found = revised(
-        ShardLayout(shard_map=ALL_OF_IT, replicas=0, world_size=view.world_size, first_ranks=first_ranks), session
-    )
+    size, first_ranks = view.world_size, known.first_ranks if known else tuple([m.first_rank for m in view.members])
+    shard_map = session.shard_map.fitted(size)
+    found = revised(ShardLayout(shard_map=shard_map, replicas=0, world_size=size, first_ranks=first_ranks), session)
     return known if known == found else found
 
 
 def revised(layout: ShardLayout, session: SessionInfo) -> ShardLayout:
-    """Return the layout with what is now known of the workers' state."""
+    """Return the layout with what is now known of the workers' state. One of another world is cut as it was."""
     return msgspec.structs.replace(
         layout,
-        shard_map=session.shard_map.fitted(layout.world_size),
+        shard_map=session.map_in(layout.world_size) or layout.shard_map,
         replicas=session.replicas,
         per_rank=session.per_rank,
         local_replicas=session.local_replicas,

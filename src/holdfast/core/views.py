@@ -53,6 +53,9 @@ class View(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """By which it came about; None for a first view or a restart."""
     replaced: tuple[tuple[str, int], ...] = ()
     """Workers (node, local rank) that live but hang, and are ended."""
+    surplus: tuple[tuple[str, int], ...] = ()
+    """Workers (node, local rank) of the view before that are well and have no rank in this one: with them the world
+    would be no whole number of replicas."""
     weights: tuple[float, ...] = ()
     """By rank, how large its share of the global batch is; the largest is 1. Empty: all alike."""
 
