@@ -44,7 +44,7 @@ def test_every_source_must_be_shared_out_or_the_script_says_otherwise(
     if has_foreign:
         assert sizing.saw_source([]) == (choice is None), "news only where it changes something"
         assert not sizing.saw_source(())
-    found = sizing.why_fixed(tracked, is_per_rank=False)
+    found = sizing.why_fixed(tracked, is_per_rank=False, is_cut=False)
     assert found.startswith(why) and bool(found) == bool(why)
 
 
@@ -73,19 +73,19 @@ def test_a_loader_s_mesh_fixes_the_number(choice: bool | None) -> None:
 @pytest.mark.parametrize("choice", [None, False])
 def test_what_each_rank_has_for_itself_fixes_the_number(choice: bool | None) -> None:
     tracked = Tracked(data=Shared())
-    assert "accumulated over steps" in Sizing(choice).why_fixed(tracked, is_per_rank=True)
+    assert "accumulated over steps" in Sizing(choice).why_fixed(tracked, is_per_rank=True, is_cut=False)
     tracked.add("meter", Thing(), is_local=True)
-    assert "(meter)" in Sizing(choice).why_fixed(tracked, is_per_rank=True)
+    assert "(meter)" in Sizing(choice).why_fixed(tracked, is_per_rank=True, is_cut=False)
 
 
 def test_a_tracked_loader_that_no_step_draws_from_does_not_share_the_data_out() -> None:
     tracked, sizing = Tracked(data=Shared()), Sizing()
     assert sizing.saw_update() and not sizing.saw_update(), "news once"
-    assert "no hf.Loader or hf.Stream" in sizing.why_fixed(tracked, is_per_rank=False)
+    assert "no hf.Loader or hf.Stream" in sizing.why_fixed(tracked, is_per_rank=False, is_cut=False)
     drawn, told = Sizing(), Sizing(True)
     drawn.saw_shared()
     assert not drawn.saw_update() and not told.saw_update()
-    assert not drawn.why_fixed(tracked, is_per_rank=False)
+    assert not drawn.why_fixed(tracked, is_per_rank=False, is_cut=False)
 
 
 @pytest.mark.parametrize(
@@ -119,4 +119,4 @@ def test_who_wants_both_is_refused() -> None:
     tracked = Tracked()
     tracked.add("meter", Thing(), is_local=True)
     with pytest.raises(ScriptError, match="leave out one of the two"):
-        Sizing(True).why_fixed(tracked, is_per_rank=True)
+        Sizing(True).why_fixed(tracked, is_per_rank=True, is_cut=False)

@@ -201,13 +201,13 @@ class Agent:
         )
 
     def obey(self, order: Order) -> None:
-        """Accept an order; the newest one counts. A port that a view uses is taken even if a newer view arrives before
-        this agent serves that one."""
+        """Accept an order; the newest one counts. The port of a view that is never served stays taken all the same."""
         if isinstance(order, Serve) and order.store_here and self._stores.ports.reserve(order.view, order.store_port):
             self._reports.report(StoreOffered, port=self._stores.ports.offer())
         if isinstance(order, Serve) and order.view != self._newest_view:
+            missed = getattr(self._order, "surplus", ()) if self._newest_view > self._worker_group.view else ()
             self._newest_view = order.view
-            self._to_replace.update(order.replaced)
+            self._to_replace.update((*missed, *order.replaced))
         self._order = order
         self._console.obey(order)
         self._order_changed.set()

@@ -65,7 +65,7 @@ def assignment_in(
         weights=order.weights,
         run=order.run,
         faults_per_node_day=order.faults_per_node_day,
-        shard_map=order.session.shard_map if newcomer and order.session is not None else None,
+        shard_map=order.session.map_in(order.world_size) if newcomer and order.session is not None else None,
     )
 
 

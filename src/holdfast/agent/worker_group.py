@@ -254,7 +254,7 @@ class WorkerGroup:
     def _move_workers(self, order: Serve, workers_before: int) -> None:
         """Give the living workers their local ranks in the new view; those without one leave."""
         living = {worker.local_rank: worker for worker in self.ranked if worker.local_rank is not None}
-        has_joined = {local_rank: bool(worker.joined) for local_rank, worker in living.items()}
+        has_joined = {rank: bool(worker.joined) for rank, worker in living.items() if rank not in order.surplus}
         moves = reassign_local_ranks(has_joined, workers_before, order.workers)
         surplus = [worker for local_rank, worker in living.items() if local_rank not in moves]
         for local_rank, worker in living.items():

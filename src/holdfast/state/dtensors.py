@@ -31,17 +31,16 @@ class TensorSharding:
     mesh_sizes: tuple[int, ...]
     coordinate: tuple[int, ...]
 
-    def is_same_sharding(self, other: TensorSharding) -> bool:
-        """Return whether both shard the same full tensor in the same way, at whatever place."""
-        return (self.shape, self.placements, self.mesh_sizes) == (other.shape, other.placements, other.mesh_sizes)
+    @property
+    def cuts(self) -> list[tuple[str, int, int]]:
+        """What makes the region smaller than the full tensor: placement, number of pieces, and which of them it is."""
+        dimensions = zip(self.placements, self.mesh_sizes, self.coordinate, strict=True)
+        return [(placement, size, at) for placement, size, at in dimensions if placement != "R" and size > 1]
 
     def is_same_region(self, other: TensorSharding) -> bool:
-        """Return whether both are the same region of the same full tensor; of replicas, any counts."""
-        own, others = (
-            [place for placement, place in zip(layout.placements, layout.coordinate, strict=True) if placement != "R"]
-            for layout in (self, other)
-        )
-        return self.is_same_sharding(other) and own == others
+        """Return whether both are the same region of the same full tensor; of replicas, however many there are, any
+        counts."""
+        return self.shape == other.shape and self.cuts == other.cuts
 
 
 @dataclass(frozen=True, slots=True, eq=False)

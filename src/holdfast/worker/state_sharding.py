@@ -20,7 +20,8 @@ from holdfast.state.tracked import Tracked
 from holdfast.wire.worker_messages import Assignment
 from holdfast.worker.collectives import groups
 from holdfast.worker.parallel.holdings import DeclaredMesh, holdings_of, map_of_holdings, names_of
-from holdfast.worker.parallel.models import is_sharded, shards_of
+from holdfast.worker.parallel.models import cuts_for_any_world, is_sharded, shards_of
+from holdfast.worker.restore.from_twins import ShardKey
 from holdfast.worker.resume_point import ResumePoint
 
 
@@ -34,6 +35,10 @@ class StateSharding:
         """Which shard of the state each rank has."""
         self.holdings = 0
         """What the objects hold of the models, as a number."""
+        self.is_known = False
+        """Whether the map is that of the ranks there are; a process that builds alone, or is a spare, guesses."""
+        self._holdings_of: dict[int, int] = {}
+        """By shard, what its ranks hold of the models."""
         self._first_ranks: tuple[int, ...] = (0,)
         """The first rank of each node of the view."""
 
@@ -52,6 +57,7 @@ class StateSharding:
         modules, local = tracked.modules(), tracked.local_names()
         shared = {name: module for name, module in modules.items() if name not in local}
         self.holdings = holdings_of(shared)
+        self.is_known = not is_alone
         if not is_alone:
             holdings, names = zip(*groups.gather((self.holdings, names_of(shared))), strict=True)
             tracked.is_part = len(set(names)) > 1
@@ -61,10 +67,19 @@ class StateSharding:
         if self.shard_map.shards > 1 and not self.shard_map.fits(dist.get_world_size()):
             self.shard_map = ShardMap(shards_of(modules.values()))  # of the world before; it is known when it is joined
 
+    def start_over(self) -> None:
+        """Forget the objects: others will be built, and their cut declared again."""
+        self.declared, self.is_known = None, False
+
     def adopt(self, resume: ResumePoint, assignment: Assignment, *, is_filled: bool) -> None:
         """Know which shard each rank of the view has. `is_filled`: this rank has the state. Raises ScriptError where
         its objects are not those of the rank that it replaces."""
         self._first_ranks = assignment.first_ranks
+        self._adopt_map(resume, assignment, is_filled)
+        self.is_known = True
+        self._holdings_of = {self.shard_map.shard_of(rank): holdings for rank, holdings in enumerate(resume.holdings)}
+
+    def _adopt_map(self, resume: ResumePoint, assignment: Assignment, is_filled: bool) -> None:
         size, rank = assignment.world_size, assignment.rank
         known = assignment.shard_map if rank in resume.newcomers else self.shard_map if is_filled else None
         if resume.is_start or known is None or not known.fits(size):
@@ -77,6 +92,23 @@ class StateSharding:
                 f"this process, which replaces rank {rank}, has built other tensors than rank {replicas[0]} has, whose"
                 " state it is to be given: build the model from the rank, the world size and the configuration alone"
             )
+
+    def key_of(self, shard: int) -> ShardKey:
+        """Return what ranks of another world know this shard by."""
+        return ShardKey(self.shard_map.shards, shard, self._holdings_of.get(shard, 0))
+
+    def wanted(self, resume: ResumePoint) -> list[ShardKey | None]:
+        """Return by rank the shard that it is to be given; None where it has its own."""
+        held = dict(zip(resume.holders, resume.held, strict=False))
+        keys = [self.key_of(self.shard_map.shard_of(rank)) for rank in range(len(resume.holdings))]
+        return [None if held.get(rank) == key[:2] else key for rank, key in enumerate(keys)]
+
+    def multiple(self, modules: Iterable[torch.nn.Module]) -> int:
+        """Return of which number the size of another world must be a multiple: FSDP2 cuts a model for any number of
+        ranks, and of one that is cut in another way there can be more or fewer replicas."""
+        if not self.is_known or self.shard_map.shards == 1 or (self.declared is None and cuts_for_any_world(modules)):
+            return 1
+        return self.shard_map.shards
 
     @property
     def lonely_ranks(self) -> frozenset[int]:

@@ -13,7 +13,6 @@ from holdfast.errors import ScriptError, UsageError
 from holdfast.state.tracked import Tracked
 from holdfast.wire.worker_messages import StreamReportedMessage
 from holdfast.worker import elastic
-from holdfast.worker.parallel.models import is_sharded
 
 
 def loaders(tracked: Tracked) -> list[Any]:
@@ -62,7 +61,7 @@ def stream_reports(tracked: Tracked, view: int, step: int) -> Iterator[StreamRep
 #                                   hf.init(resizable=False): it does not want it
 # it says nothing                   yes, if its data comes from hf.Loader and hf.Stream alone, which share a step's
 #                                   samples out again. Any other source would go on with the lost rank's part missing
-# a loader's mesh                   no, unless the model is sharded and built again for another number (@hf.elastic)
+# a loader's mesh                   no, unless the model is cut, and built again for another number (@hf.elastic)
 # each rank has state of its own    no: what a rank has for itself is of no use to another world
 #
 # The same holds for another number of workers that go on from a snapshot or a checkpoint: the n-th batch of a source
@@ -78,7 +77,7 @@ UNUSED_SOURCE = (
     " every step"
 )
 MADE_FOR_ITS_MESH = (
-    "a loader's mesh is made for this number of ranks: another takes a sharded model that is built again, in a function"
+    "a loader's mesh is made for this number of ranks: another takes a model that is cut and built again, in a function"
     " with @hf.elastic"
 )
 
@@ -125,8 +124,9 @@ class Sizing:
         self._foreign = type(source).__name__
         return self._choice is None
 
-    def why_fixed(self, tracked: Tracked, *, is_per_rank: bool) -> str:
-        """Return why the number of workers must stay what it is; empty if it may change."""
+    def why_fixed(self, tracked: Tracked, *, is_per_rank: bool, is_cut: bool) -> str:
+        """Return why the number of workers must stay what it is; empty if it may change. `is_cut`: the model is made
+        for one rank of one world."""
         if is_per_rank:
             names = ", ".join(tracked.local_names()) or "gradients that are accumulated over steps"
             if self._choice and tracked.local_names():
@@ -135,7 +135,7 @@ class Sizing:
                     " has no use for it; leave out one of the two"
                 )
             return f"each rank has state of its own ({names})"
-        if common_coordinates(tracked) and not (elastic.is_inside() and is_sharded(tracked.modules().values())):
+        if common_coordinates(tracked) and not (elastic.is_inside() and is_cut):
             return MADE_FOR_ITS_MESH
         if self._choice is not None:
             return "" if self._choice else "the script says hf.init(resizable=False)"

@@ -53,7 +53,8 @@ from holdfast.worker.parallel.models import (
 )
 from holdfast.worker.parameters_since_track import ParametersSinceTrack
 from holdfast.worker.replica_check import Due, ReplicaCheck
-from holdfast.worker.restore import from_checkpoints, from_peers, reshard_live
+from holdfast.worker.restore import from_checkpoints, from_peers, from_twins, reshard_live
+from holdfast.worker.restore.from_twins import ShardKey
 from holdfast.worker.restore.local_state import LocalState
 from holdfast.worker.restore.peer_replicas import ReplicaRing
 from holdfast.worker.restore.restore_source import RestorePoint, find_start
@@ -97,8 +98,8 @@ class WorkerState:
         """The number of ranks that the last step was begun with; 0: none was."""
         self._is_filled = True
         """Whether the objects hold the state, if this rank has it; otherwise it is in `_carried`."""
-        self._carried: list[tuple[int, int, Arena]] = []
-        """Copies from before the objects were rebuilt: number of shards, shard, copy."""
+        self._carried: list[tuple[ShardKey, Arena]] = []
+        """Copies from before the objects were rebuilt."""
         self._ring: ReplicaRing | None = None
         self._freshness: ReplicaFreshness | None = None
         self._shard_copies = replicas
@@ -212,8 +213,9 @@ class WorkerState:
         return self._snapshot_settings is not None and self._snapshot_settings.every >= 0 and self._agent is not None
 
     def _needs_ring(self) -> bool:
-        """Return whether a sharded state is copied; a rank that is alone keeps its own copy, to be cut again."""
-        return bool(self.replicas) or (self.shard_map.shards == 1 and elastic.is_inside())
+        """Return whether a sharded state is copied. A rank that may be built again for another world keeps a copy of
+        its own, also where no other rank needs one."""
+        return bool(self.replicas) or (elastic.is_inside() and not self._local.is_there)
 
     def begin_session(self, describe_run: Callable[[], tuple[dict[str, float], dict[str, str]]]) -> None:
         """Take snapshots from now on, and check what cannot be repaired."""
@@ -249,7 +251,7 @@ class WorkerState:
         the next step and of the one after, as that may turn out to be committed."""
         if self._ring is not None:
             self._carried += [
-                (self.shard_map.shards, shard, copy)
+                (self.sharding.key_of(shard), copy)
                 for step in (next_step, next_step + 1)
                 for shard, copy in self._ring.copies_at(step, self.shard_map, dist.get_rank()).items()
             ]
@@ -258,6 +260,8 @@ class WorkerState:
             self._snapshots = None  # it knows the old model, which must go before the new one comes
         self._tracked, self._ring, self._transaction = tracked, None, None
         self._freshness = None  # the old model's, too
+        self.pipelines = []
+        self.sharding.start_over()
         self.sizing.divided_for = 0  # the new objects are built for the ranks there are then
         self._local = LocalState(tracked, self._replicas)
         self._is_filled = False
@@ -315,8 +319,10 @@ class WorkerState:
         self._local.adopt(resume.local_since)
         self._local.fit_ring(assignment.world_size, is_carried=self._ring is not None)
         if reshard_live.is_needed(resume, self.shard_map):
-            offers = self._copies_at(resume.next_step)
-            reshard_live.carry_out(offers, resume.next_step, self._tracked, self.shard_map)
+            held, wanted = self._copies_at(resume.next_step), self.sharding.wanted(resume)
+            if not from_twins.carry_out(held, wanted, resume.next_step, assignment, self._tracked):
+                offers = {(key.shards, key.shard): copy for key, copy in held.items()}
+                reshard_live.carry_out(offers, resume.next_step, self._tracked, self.shard_map)
             return
         size, has_own_ring = assignment.world_size, self._local.is_there and self._ring is None
         local_copies = self._local.copies(size) if has_own_ring else None
@@ -356,7 +362,7 @@ class WorkerState:
         """Write a checkpoint of the last committed step; all members of the view together."""
         shards, parts = self.shard_map.shards, {self.sharding.shard: self._tracked.state()}
         if self._ring is not None:
-            copies = self._copies_at(step)
+            copies = {(key.shards, key.shard): copy for key, copy in self._copies_at(step).items()}
             shards = reshard_live.choose(copies, step).shards
             parts = {shard: copy.flat() for (cut, shard), copy in copies.items() if cut == shards}
         world_size = self._made_by or assignment.world_size
@@ -548,8 +554,10 @@ class WorkerState:
 
     def session_info(self) -> SessionInfo:
         """Return what the agent needs to know of this state to choose how to recover."""
-        is_resizable = not self._is_cut or (self._ring is not None and elastic.is_inside())
-        why_fixed = self.sizing.why_fixed(self._tracked, is_per_rank=self._local.is_there)
+        is_cut, modules = self._is_cut, self._tracked.modules().values()
+        is_resizable = not is_cut or (self._ring is not None and elastic.is_inside())
+        can_be_cut = is_cut or not self.sharding.is_known
+        why_fixed = self.sizing.why_fixed(self._tracked, is_per_rank=self._local.is_there, is_cut=can_be_cut)
         local_copies = self.replicas
         if self._local.is_there and self._ring is None:
             local_copies = self._local.copies(dist.get_world_size())
@@ -560,6 +568,8 @@ class WorkerState:
             per_rank=self._local.is_there,
             local_replicas=local_copies if self._local.is_there else 0,
             why_fixed=why_fixed,
+            world_multiple=self.sharding.multiple(modules),
+            world_size=dist.get_world_size() if self.sharding.is_known else 0,
         )
 
     @property
@@ -571,15 +581,13 @@ class WorkerState:
     def _ring_copies(self) -> int:
         return min(self._shard_copies, dist.get_world_size() - 1)
 
-    def _copies_at(self, step: int) -> dict[tuple[int, int], Arena]:
-        """Return the complete copies of the state before a step that are here, by number of shards and shard."""
-        found = {
-            (shards, shard): copy for shards, shard, copy in self._carried if copy.is_complete and copy.step == step
-        }
+    def _copies_at(self, step: int) -> dict[ShardKey, Arena]:
+        """Return the complete copies of the state before a step that are here, by what they are of."""
+        found = {key: copy for key, copy in self._carried if copy.is_complete and copy.step == step}
         own = {}
         if self._ring is not None:
             own = self._ring.copies_at(step, self.shard_map, dist.get_rank())
-        return found | {(self.shard_map.shards, shard): copy for shard, copy in own.items()}
+        return found | {self.sharding.key_of(shard): copy for shard, copy in own.items()}
 
     @property
     def _any_ring(self) -> ReplicaRing | None:

@@ -49,9 +49,7 @@ def _lines(module: Module) -> Iterator[str]:
             layout = layout_of(tensor)
         except StateError as error:
             raise ScriptError(f"{path} {error}") from None
-        dimensions = zip(layout.placements, layout.mesh_sizes, layout.coordinate, strict=True)
-        cut = [(placement, size, at) for placement, size, at in dimensions if placement != "R" and size > 1]
-        yield f"{path} {layout.shape} {cut}"
+        yield f"{path} {layout.shape} {layout.cuts}"
 
 
 def _tensors(module: Module) -> Iterable[tuple[str, Tensor]]:

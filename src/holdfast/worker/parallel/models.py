@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -120,6 +121,13 @@ def refuse_other_reductions(modules: Iterable[torch.nn.Module]) -> None:
 def is_sharded(modules: Iterable[torch.nn.Module]) -> bool:
     """Return whether any of them is made for one rank of one world, be it a world of one."""
     return any(fsdp.is_sharded(module) for module in modules)
+
+
+def cuts_for_any_world(modules: Iterable[torch.nn.Module]) -> bool:
+    """Return whether FSDP2 alone cuts the modules, along all ranks of the world: then any number of ranks can."""
+    modules, size = list(modules), dist.get_world_size()
+    meshes = [one.device_mesh for module in modules for one in module.parameters() if isinstance(one, DTensor)]
+    return shards_of(modules) == size and all(mesh.ndim == 1 and mesh.size() == size for mesh in meshes)
 
 
 def communicates_in_forward(modules: Iterable[torch.nn.Module]) -> bool:
