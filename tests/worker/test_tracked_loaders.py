@@ -66,7 +66,7 @@ def test_all_tracked_loaders_have_the_same_data_coordinates() -> None:
 
 @pytest.mark.parametrize("choice", [None, True, False])
 def test_a_loader_s_mesh_fixes_the_number(choice: bool | None) -> None:
-    why = Sizing(choice).why_fixed(Tracked(data=loader((0, 0, 1, 1))), is_per_rank=False)
+    why = Sizing(choice).why_fixed(Tracked(data=loader((0, 0, 1, 1))), is_per_rank=False, is_cut=False)
     assert why.startswith("a loader's mesh is made for this number of ranks")
 
 
