@@ -19,6 +19,7 @@ from holdfast.agent.agent import Agent
 from holdfast.agent.hangs import HangWatch
 from holdfast.agent.launch.launcher import Launcher
 from holdfast.agent.results import Result
+from holdfast.agent.retry_watch import RetryWatch
 from holdfast.agent.sample_audit_reader import SampleAuditReader
 from holdfast.agent.step_times import StepTimeWatch
 from holdfast.core.events import Event
@@ -206,7 +207,7 @@ def test_a_drained_node_reports_that_it_leaves_and_exits_with_0(tmp_path: Path) 
     asyncio.run(test())
 
 
-@pytest.mark.parametrize("watch", [HangWatch, StepTimeWatch, SampleAuditReader])
+@pytest.mark.parametrize("watch", [HangWatch, StepTimeWatch, RetryWatch, SampleAuditReader])
 def test_a_background_watch_that_dies_of_a_bug_ends_the_agent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watch: type
 ) -> None:

@@ -39,6 +39,7 @@ from holdfast.agent.node_check import NodeCheck
 from holdfast.agent.out_of_memory import MemoryWatch
 from holdfast.agent.reports import Reports
 from holdfast.agent.results import Result, ended_by, link_failed, reason_of
+from holdfast.agent.retry_watch import RetryWatch
 from holdfast.agent.step_times import StepTimeWatch
 from holdfast.agent.uplink import Uplink
 from holdfast.agent.view_stores import ViewStores
@@ -151,6 +152,7 @@ class Agent:
         self._worker_server = WorkerServer(self._worker_group)
         self._replication = self._snapshots.replicate()
         self._step_times = StepTimeWatch(lambda: self._worker_group.ranked, self._reports, config.straggler_interval_s)
+        self._retry_watch = RetryWatch(lambda: self._worker_group.ranked, self._reports)
         self._absence = MasterAbsence(config.state_dir, config.node_id, config.master_timeout_s, self._facts)
         self._stopped_helpers = StoppedWatch(self._helpers)
         self._hangs = HangWatch(
@@ -247,6 +249,7 @@ class Agent:
         self._tasks.start(self._hangs.run(), "hang watch")
         self._tasks.start(self._late_ends.run(), "late ends")
         self._tasks.start(self._step_times.run(), "step times")
+        self._tasks.start(self._retry_watch.run(), "collective retries")
         self._tasks.start(self._link_watch.run(), "link watch")
         self._tasks.start(self._worker_group.sample_audit.run(), "sample audit")
         self._tasks.start(self._sample_memory(), "memory samples")

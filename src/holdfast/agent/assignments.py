@@ -10,6 +10,7 @@ from holdfast.agent.config import AgentConfig
 from holdfast.core.environment_variables import (
     PRIVATE_DEVICE_VARIABLE,
     RANK_VARIABLES,
+    RETRIES_VARIABLE,
     SPARE_VARIABLE,
     with_agent_defaults,
 )
@@ -114,6 +115,7 @@ def _common(config: AgentConfig, job_id: str, view: int, error_file: str) -> dic
         "TORCHELASTIC_ERROR_FILE": error_file,
         "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(handled.name for handled in config.signals),
         "HOLDFAST_VIEW": str(view),
+        RETRIES_VARIABLE: str(config.collective_retries),
     }
     return with_agent_defaults(environment)
 

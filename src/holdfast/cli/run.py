@@ -359,6 +359,7 @@ def build_config(options: RunOptions, environment: dict[str, str]) -> AgentConfi
         checkpoint_keep=options.checkpoint_keep,
         failure_domain=options.failure_domain or "",
         hang_timeout_s=options.hang_timeout_s,
+        collective_retries=options.collective_retries,
         straggler_interval_s=options.straggler_interval_s,
         accelerator=options.accelerator or "",
         failover=options.dynamic_failover_extension or "",

@@ -202,6 +202,14 @@ RECOVERY = (
         ",".join(LADDER),
     ),
     _ours(
+        "--collective-retries",
+        "how often a collective is run again on new connections if one broke and all of its processes live; after that"
+        " the step is repeated (the strategy retry). 0: never",
+        "N",
+        1,
+        parse=whole_number(0),
+    ),
+    _ours(
         "--spares",
         "spare worker processes on each node, ready to replace one that fails",
         "N",

@@ -100,6 +100,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     cordon_limit: str  # nodes that may be cordoned within a day because of faults: a number, or a share like 1%
     wait_for_nodes_s: float  # how long survivors hold their state and wait for a replacement; 0: not at all
     straggler_action: Literal["report", "shift", "swap"]
+    collective_retries: int  # how often one collective may be run again below the step, at least 0
     straggler_interval_s: float  # how often a node reports its ranks' step times, above 0
     machine: str | None  # stable name of this machine; None: its host's
     keep_jobs: float | None  # seconds since a job ended, after which it is removed from there; None: never

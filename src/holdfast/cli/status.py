@@ -142,6 +142,8 @@ def render(summary: Summary) -> RenderableType:
         parts += ["", Text(f"{_recoveries(summary)}, the newest last")]
         parts += [Text(f"  {format_time(i.closed_at)}  {printable(i.receipt)}") for i in summary.incidents]
         parts += [Text(f"in all, {again}")] if (again := repeated_sentence(summary.repeated_steps)) else []
+    if summary.retries:
+        parts += ["", Text(f"connections broke between live processes: {summary.retries} collectives were run again")]
     return Group(*parts)
 
 

@@ -113,6 +113,14 @@ def decide(job: JobState, event: e.Event, now: float) -> list[r.Record]:
             workers = job.members[node_id].workers
             known = tuple(pace for pace in step_times[:workers] if 0 <= pace.local_rank < workers)
             return [r.StepTimesReportedRecord(at=now, node_id=node_id, step_times=known)]
+        case e.CollectivesRetried(node_id=node_id, incarnation=incarnation, view=view, retries=retries):
+            if not _in_current_view(job, node_id, incarnation, view):
+                return []
+            member = job.members[node_id]
+            counts = {member.first_rank + one.local_rank: one.count for one in retries if one.count > 0}
+            ranks = range(member.first_rank, member.first_rank + member.workers)
+            counts = {rank: count for rank, count in counts.items() if rank in ranks}
+            return [r.CollectivesRetriedRecord(at=now, node_id=node_id, retries=counts)] if counts else []
         case e.NumbersReported():
             return _numbers(job, event, now)
         case e.CountersRead():

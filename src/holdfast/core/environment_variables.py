@@ -25,6 +25,9 @@ RANK_VARIABLES = (
 )
 """What a launcher sets for each rank. A spare's environment has none of them."""
 
+RETRIES_VARIABLE = "HOLDFAST_COLLECTIVE_RETRIES"
+"""How often a worker may run one collective again below the step (--collective-retries)."""
+
 AGENT_DEFAULTS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
 """Variables that an agent sets for its workers where the user has not."""
 AGENT_DEFAULTS_VARIABLE = "HOLDFAST_AGENT_DEFAULTS"

@@ -471,6 +471,22 @@ class StepTimesReported(msgspec.Struct, frozen=True, kw_only=True, tag="step-tim
     step_times: tuple[StepTime, ...]
 
 
+class RetryCount(msgspec.Struct, frozen=True):
+    """How many collectives a worker has run again since the last report."""
+
+    local_rank: int
+    count: int
+
+
+class CollectivesRetried(msgspec.Struct, frozen=True, kw_only=True, tag="collectives-retried"):
+    """Connections between workers broke, and collectives were run again below the step."""
+
+    node_id: str
+    incarnation: str
+    view: int
+    retries: tuple[RetryCount, ...]
+
+
 class NodeChecked(msgspec.Struct, frozen=True, kw_only=True, tag="node-checked"):
     """What came of a task of a check."""
 
@@ -518,6 +534,7 @@ Event = (
     | NumbersReported
     | CountersRead
     | StepTimesReported
+    | CollectivesRetried
     | NodeChecked
     | DrainRequested
     | ResizeRequested

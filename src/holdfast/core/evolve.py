@@ -147,6 +147,9 @@ def _apply(job: JobState, record: r.Record, changed: ChangedMembers | None) -> N
             )
         case r.StepTimesReportedRecord():
             stragglers.note(job, record)
+        case r.CollectivesRetriedRecord(retries=retries):
+            for rank, count in retries.items():
+                job.state.retries[rank] = job.state.retries.get(rank, 0) + count
         case r.StragglerFound(node_id=node_id, local_rank=local_rank, own_s=own_s, usual_s=usual_s):
             job.progress.stragglers[(node_id, local_rank)] = usual_s / own_s
         case r.AnomalyFound() | r.CountersReadRecord():

@@ -39,6 +39,7 @@ OF_NO_NODE = (
     r.ViewJoinedRecord,
     r.ImagesReportedRecord,
     r.StepTimesReportedRecord,
+    r.CollectivesRetriedRecord,
     r.SparesChangedRecord,
 )
 """Records that name a node and change nothing that is kept of it."""

@@ -535,6 +535,15 @@ class StepTimesReportedRecord(msgspec.Struct, frozen=True, kw_only=True, tag="st
     step_times: tuple[StepTime, ...]
 
 
+class CollectivesRetriedRecord(msgspec.Struct, frozen=True, kw_only=True, tag="collectives-retried"):
+    """Collectives were run again below the step: nothing is decided because of it."""
+
+    at: float
+    node_id: str
+    retries: dict[int, int]
+    """How many, by rank."""
+
+
 class CheckupBegan(msgspec.Struct, frozen=True, kw_only=True, tag="checkup-began"):
     """A check of nodes began. A master that takes over starts another."""
 
@@ -687,6 +696,7 @@ DurableRecord = (
     | NodesAwaited
     | IncidentClosed
     | JobFinished
+    | CollectivesRetriedRecord
 )
 SoftRecord = (
     LinkBrokeRecord

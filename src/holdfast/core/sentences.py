@@ -108,6 +108,8 @@ def sentence(record: r.Record) -> str:
             return f"{stream}: {unread(problem)}; it is quarantined for this epoch, after {tries}"
         case r.StepTimesReportedRecord(node_id=node_id, step_times=step_times):
             return f"{node_id} reported the step times of {counted(len(step_times), 'worker')}"
+        case r.CollectivesRetriedRecord(node_id=node_id, retries=retries):
+            return f"a connection of {node_id} broke; run again: {counted(sum(retries.values()), 'collective')}"
         case r.StragglerFound(node_id=node_id, rank=rank, own_s=own_s, usual_s=usual_s):
             times = f"{own_s / usual_s:.1f} times as long" if usual_s > 0 else "longer"
             return (

@@ -374,6 +374,8 @@ class TrainingState:
     """The highest step that is known to have been committed in any view."""
     repeated: int = 0
     """How many committed steps were made again because the state after them was lost."""
+    retries: dict[int, int] = field(default_factory=dict)
+    """By rank: how many collectives it has run again below a step."""
     placement: ReplicaPlacement = NOWHERE
     """Which nodes of the view keep whose snapshots. It follows from the views there were, so no record contains it."""
     parity_groups: dict[str, tuple[str, ...]] = field(default_factory=dict)

@@ -37,6 +37,8 @@ class WorkerSummary(msgspec.Struct, frozen=True, kw_only=True):
     local_rank: int
     pid: int | None
     state: WorkerState
+    retries: int = 0
+    """How many collectives this rank has run again below a step, since the job began."""
 
 
 class NodeSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,6 +130,7 @@ def _worker(job: JobState, node: Node, member: Member, local_rank: int, pids: tu
         local_rank=local_rank,
         pid=pids[local_rank] if local_rank < len(pids) else None,
         state=_state(job, node, local_rank),
+        retries=job.state.retries.get(member.first_rank + local_rank, 0),
     )
 
 

@@ -150,6 +150,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     streams: tuple[StreamSummary, ...] = ()
     check: r.CheckConcluded | None = None
     """The last check of nodes that is over."""
+    retries: int = 0
+    """How many collectives were run again below a step, over all ranks: connections broke, and no step did."""
 
 
 def summarise(entries: Sequence[JournalEntry], now: float, *, master_seen: bool) -> Summary:
@@ -184,6 +186,7 @@ def summarise(entries: Sequence[JournalEntry], now: float, *, master_seen: bool)
         ending=_ending(finished) if finished else None,
         master_seen=master_seen,
         check=job.checks.last,
+        retries=sum(job.state.retries.values()),
         streams=tuple(_stream(name, state) for name, state in job.data.streams.by_name.items()),
     )
 

@@ -40,7 +40,7 @@ FIELDS = (
         "audited",
         "own_ns",
     ),
-    *("waits", "open", "reading", "made", "last_ns", "total", "loss_bits", "has_loss", "device"),
+    *("waits", "open", "reading", "made", "last_ns", "total", "loss_bits", "has_loss", "device", "retries"),
 )
 """`audited` counts the entries of the ring that were ever written. `own_ns` is how long the last step took before its
 first collective, and so without waiting for others. `waits` is above 0 while the worker waits for other ranks or for
@@ -48,7 +48,8 @@ a view, `open` counts operations that others have to complete (worker/collective
 worker fetches a batch. `made` counts the steps whose time is known, from one beginning to the next, and `last_ns` is
 the time of the last of them. `total` is how many steps there are to be, 0 if that is not known; `loss_bits` is what the
 script logged as its loss last, if `has_loss` is 1. `device` is 1 while the host stands still and its device has
-not done what it was told (worker/device_watch.py)."""
+not done what it was told (worker/device_watch.py). `retries` counts the collectives that were run again below a step
+(worker/collectives/collective_retries.py)."""
 _WORD = struct.Struct("=q")
 _NUMBER = struct.Struct("=d")
 _ENTRY = struct.Struct("=q7q16sqq")

@@ -31,6 +31,7 @@ from holdfast.wire.worker_messages import SnapshotSettings, Welcome
 from holdfast.worker import elastic, own_device, parking
 from holdfast.worker.agent_connection import AgentConnection, connect_to_agent, open_progress_page
 from holdfast.worker.collectives import groups, watchdogs
+from holdfast.worker.collectives.collective_retries import retries
 from holdfast.worker.collectives.waits import waits
 from holdfast.worker.launch import build_locks
 from holdfast.worker.launch.error_file import SOCKET_VARIABLE, write_error_file
@@ -101,6 +102,7 @@ def _under_agent(timeout: timedelta) -> Bootstrap:
     page = open_progress_page()
     page.move(pid=os.getpid(), phase=WorkerPhase.STARTING)
     waits.show = lambda main, opened: page.set(waits=main, open=opened)
+    retries.show = lambda count: page.set(retries=count)
     agent = connect_to_agent()
     welcome = agent.welcome()
     assignment = welcome.assignment

@@ -31,6 +31,7 @@ from holdfast.wire.progress_page import ProgressPage, WorkerPhase
 from holdfast.wire.worker_messages import Assignment, Prepare, WorkerReady
 from holdfast.worker import own_device
 from holdfast.worker.agent_connection import AgentConnection, connect_to_agent, open_progress_page
+from holdfast.worker.collectives.collective_retries import retries
 from holdfast.worker.collectives.elastic_group import DATA_PARALLEL, asker
 from holdfast.worker.collectives.waits import waits
 from holdfast.worker.launch import spare_environment
@@ -83,6 +84,7 @@ class Parking:
                 self._page.move(pid=os.getpid(), phase=WorkerPhase.STARTING)
                 page = self._page
                 waits.show = lambda main, opened: page.set(waits=main, open=opened)
+                retries.show = lambda count: page.set(retries=count)
             return self._page
 
     def prepare(self) -> Prepare | None:

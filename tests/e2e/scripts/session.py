@@ -30,6 +30,7 @@ import hashlib
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -114,6 +115,14 @@ def come_down_slowly() -> None:
     time.sleep(arguments.slow_exit)
 
 
+def die_in_retry() -> None:
+    """SIGKILL to this process when the default group is about to connect again."""
+    group = groups.default_group()._inners["cpu"]
+    while not group._is_retrying:
+        time.sleep(0.0001)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def act(action: str) -> None:
     match action:
         case "kill":
@@ -132,6 +141,9 @@ def act(action: str) -> None:
             while not all(fault.has_fired for fault in faults):
                 time.sleep(0.001)
         case "cut":
+            groups.current_connections().mesh.shut()
+        case "cut-and-kill":
+            threading.Thread(target=die_in_retry, daemon=True).start()
             groups.current_connections().mesh.shut()
 
 

@@ -28,8 +28,9 @@ from holdfast.checks.accelerators import registry
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.torch_compat import PrefixStore, Store
 from holdfast.util.logs import get_logger
-from holdfast.worker.collectives import sockets
+from holdfast.worker.collectives import gloo_rest, sockets
 from holdfast.worker.collectives.guarded import Guarded
+from holdfast.worker.collectives.repeatable_gloo import Connected, RepeatableGloo, RetrySettings
 from holdfast.worker.collectives.sockets import Mesh
 
 # All members are known to be there when this begins: connecting takes milliseconds. Who is still at it when the view is
@@ -59,6 +60,9 @@ class GroupInfo:
     began: Callable[[Any], None] = lambda inner: None
     """To be called by `make` as soon as there is something that `free` can free, while it is still connecting. Raises
     if the view is over already."""
+    retries: int = 0
+    """How often a collective whose connection broke may be run again, by communicators that can; see
+    collective_retries.py."""
 
 
 class Communicator(Protocol):
@@ -124,17 +128,42 @@ class Gloo:
             if self._device is None:
                 self._device, self._address = open_gloo_device()
                 mesh.add_listener(self._address)
-        mesh.add_peers(exchange(store, rank, size, self._address, timeout))
-        connect = min(timeout, connect_timeout(size))
+        connected = self._connect(store, rank, size, timeout, mesh, (self._device, self._address))
+        if not about.retries:
+            return connected.guarded
+
+        def reconnect(again: Store, part: Mesh, limit: timedelta) -> Connected:
+            """Connect with a listener of its own: the sockets of several groups are not to be taken for each other."""
+            with self._lock:
+                opened = open_gloo_device()
+            part.add_listener(opened[1])
+            return self._connect(again, rank, size, timeout, part, opened, limit)
+
+        settings = RetrySettings(about.retries, rank, size, store, mesh, about.name)
+        return RepeatableGloo(connected, reconnect, settings)
+
+    def _connect(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        mesh: Mesh,
+        opened: tuple[Any, sockets.Address],
+        limit: timedelta | None = None,
+    ) -> Connected:
+        """Connect through this listener; all members must do so, within `limit` if there is one."""
+        mesh.add_peers(exchange(store, rank, size, opened[1], limit or timeout))
+        connect = min(limit or timeout, connect_timeout(size))
         if size >= MANY_RANKS and rank == 0:
             log.warning(
                 "many-ranks",
                 f"{size} ranks connect with each other for a collective of the script on tensors of the CPU, which may"
                 f" take up to {connect.total_seconds():.0f} s in each view: it was not tested with so many",
             )
-        inner = torch_compat.make_gloo(store, rank, size, self._device, connect, timeout)
-        mesh.remember()
-        return Guarded(inner)
+        before = gloo_rest.threads()
+        inner = torch_compat.make_gloo(store, rank, size, opened[0], connect, timeout)
+        return Connected(Guarded(inner), mesh.remember(), gloo_rest.threads() - before)
 
     def free(self, inner: Any) -> None:
         inner.fail("the view is over")

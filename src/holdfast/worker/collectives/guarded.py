@@ -22,7 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -37,6 +37,12 @@ LOOK_EVERY = timedelta(milliseconds=20)
 """How often a waiter looks whether its view is over. Mostly gloo itself wakes it."""
 
 Outcome = BaseException | list[torch.Tensor]
+
+
+class Settled(Protocol):
+    """What is told how an operation ended."""
+
+    def settle(self, outcome: Outcome) -> None: ...
 
 
 class Promise:
@@ -194,21 +200,35 @@ class Guarded:
             over = self._over
             self._open.add(promise)
         if not self._follow_future(work, promise):
-            with self._lock:
-                self._waiting_threads += 1
-            threading.Thread(target=self._wait_for, args=(work, promise), name="holdfast-transfer", daemon=True).start()
+            self.wait_on_thread(work, promise)
         if over is not None:
             promise.settle(ViewOverError(over))
         return promise
 
+    def begin(self, name: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Work:
+        """Begin a collective and return gloo's own work, for a caller with a guard of its own."""
+        work: Work = getattr(self._inner, name)(*arguments, **named)
+        if has_future(work):
+            self._note(work)
+        return work
+
+    def wait_on_thread(self, work: Work, waiter: Settled) -> None:
+        """Have a thread wait for the work, and tell how it ended."""
+        with self._lock:
+            self._waiting_threads += 1
+        threading.Thread(target=self._wait_for, args=(work, waiter), name="holdfast-transfer", daemon=True).start()
+
     def _guard(self, work: Work) -> Work:
         if not has_future(work):
             return GuardedTransfer(self, work)
+        self._note(work)
+        return GuardedWork(self, work)
+
+    def _note(self, work: Work) -> None:
         with self._lock:
             while self._works and self._works[0].is_completed():
                 self._works.popleft()
             self._works.append(work)
-        return GuardedWork(self, work)
 
     def _is_at_work(self) -> bool:
         with self._lock:
@@ -222,7 +242,7 @@ class Guarded:
         work.get_future().add_done_callback(promise.follow)
         return True
 
-    def _wait_for(self, work: Work, promise: Promise) -> None:
+    def _wait_for(self, work: Work, promise: Settled) -> None:
         try:
             work.wait()
         except Exception as error:  # as in Promise.follow

@@ -32,6 +32,7 @@ class Mesh:
         self._listeners: set[Address] = set()
         self._peers: set[Address] = set()
         self._stores: dict[int, int] = {}
+        self._store_addresses: set[Address] = set()
         self._known: dict[int, int] = {}
 
     def add_listener(self, address: Address) -> None:
@@ -45,12 +46,25 @@ class Mesh:
     def add_store(self, addresses: set[Address]) -> None:
         """Record the connections to the view's store that there are now."""
         with self._lock:
-            self._stores |= {fd: inode for fd, inode, _, peer in connections() if peer in addresses}
+            self._store_addresses = addresses
+        self.remember_stores()
 
-    def remember(self) -> None:
-        """Record the sockets of a communicator that is complete."""
+    def remember_stores(self) -> None:
+        """Record a connection to the view's store that was made later, too."""
         with self._lock:
-            self._known |= self._found()
+            self._stores |= {fd: inode for fd, inode, _, peer in connections() if peer in self._store_addresses}
+
+    def remember(self) -> dict[int, int]:
+        """Record the sockets of a communicator that is complete, and return those that were not known yet."""
+        with self._lock:
+            new = {fd: inode for fd, inode in self._found().items() if self._known.get(fd) != inode}
+            self._known |= new
+            return new
+
+    def exchange(self, gone: dict[int, int], new: dict[int, int]) -> None:
+        """Forget sockets that were closed, and record others in their place."""
+        with self._lock:
+            self._known = {fd: inode for fd, inode in self._known.items() if gone.get(fd) != inode} | new
 
     def _found(self) -> dict[int, int]:
         return {fd: inode for fd, inode, own, peer in connections() if own in self._listeners or peer in self._peers}

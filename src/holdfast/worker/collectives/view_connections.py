@@ -31,6 +31,7 @@ from holdfast.errors import HoldfastError, ViewOverError
 from holdfast.torch_compat import PrefixStore, Store, TCPStore
 from holdfast.util.logs import get_logger
 from holdfast.worker.collectives import communicators
+from holdfast.worker.collectives.collective_retries import retries_allowed
 from holdfast.worker.collectives.communicators import Communicator, GroupInfo
 from holdfast.worker.collectives.local_only import LocalOnly
 from holdfast.worker.collectives.sockets import Address, Mesh
@@ -94,7 +95,8 @@ class ViewConnections:
             self.mesh.add_store(store_addresses(self.store))
         index = torch.accelerator.current_device_index() if device != "cpu" else 0
         begun: list[Any] = []
-        about = GroupInfo(f"{name}/view/{self.view}", ranks, index, functools.partial(self._began, communicator, begun))
+        began = functools.partial(self._began, communicator, begun)
+        about = GroupInfo(f"{name}/view/{self.view}", ranks, index, began, retries_allowed())
         prefix = f"view/{self.view}/{name}/{device}"
         arguments = (promise, communicator, begun, prefix, is_first, (rank, size, timeout, self.mesh, about))
         threading.Thread(target=self._make, args=arguments, name=f"holdfast-{name}", daemon=True).start()
@@ -222,10 +224,13 @@ class ViewConnections:
     def _drop(self) -> None:
         # First the sockets: a destructor waits for collectives in flight, and those for peers that may never answer.
         # Known ones only: a newer view's are there by now.
-        self.mesh.shut(unknown=False)
         with self._lock:
             made, self._made = self._made, []
             self._communicators.clear()
+        for _, inner in made:
+            if hasattr(inner, "leave"):  # else it would take the end of its connections for a break
+                inner.leave()
+        self.mesh.shut(unknown=False)
         for communicator, inner in made:
             drop(communicator, inner)
 
