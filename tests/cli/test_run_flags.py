@@ -322,7 +322,7 @@ def test_defaults() -> None:
         cordon_limit="1%",
         wait_for_nodes_s=0.0,
         straggler_action="report",
-        collective_retries=1,
+        collective_retries=0,
         straggler_interval_s=5.0,
         machine=None,
         keep_jobs=90 * 86_400.0,

@@ -82,7 +82,7 @@ def test_four_three_one_and_again_four_ranks_end_with_the_bits_of_four(tmp_path:
 @pytest.mark.parametrize("point", ["scatter", pytest.param("gather", marks=pytest.mark.long)])
 def test_an_exchange_whose_links_break_is_repeated(tmp_path: Path, point: str) -> None:
     options = ("--fault", f"{point}:7:1:cut", "--fault", f"{point}:31:0:kill")
-    run = CanonicalRun(tmp_path).begin(3, "--collective-retries", "0", options=options).finish()
+    run = CanonicalRun(tmp_path).begin(3, options=options).finish()
     assert run.fired == 2
     assert_same_history(run)
     assert [i.strategy for i in run.incidents] == [Strategy.RETRY, Strategy.RECOVER_IN_PLACE]

@@ -49,7 +49,6 @@ def fleet(directory: Path, model: str, nnodes: str, flags: list[str], *names: st
 
 def test_retry_is_for_broken_connections_and_no_more(tmp_path: Path) -> None:
     faults, flags = ["forward:5:1:cut", "forward:10:1:kill"], recovery("retry", "exit")
-    flags += ["--collective-retries", "0"]
     run = Run(tmp_path).start("ddp", ranks=2, faults=faults, flags=flags, options=["--apart"]).finish(1)
     assert strategies(run) == [Strategy.RETRY]
     assert {len(pids) for pids in run.pids.values()} == {1}

@@ -90,8 +90,7 @@ def test_fully_sharded_from_replicas_that_ranks_of_a_tree_sent(tmp_path: Path) -
 def test_a_step_that_breaks_is_retried_by_the_same_processes(tmp_path: Path, action: str) -> None:
     before_the_barrier = ["data", "forward", "backward", "collective", "barrier-before"]
     faults = [f"{point}:{3 + 3 * index}:{index % 3}:{action}" for index, point in enumerate(before_the_barrier)]
-    flags = ["--collective-retries", "0"]  # else what is cut is connected again below the step
-    run = Run(tmp_path).start("ddp", ranks=3, faults=faults, flags=flags, options=["--apart"]).finish()
+    run = Run(tmp_path).start("ddp", ranks=3, faults=faults, options=["--apart"]).finish()
     assert run.fired == len(faults)
     assert_same_bits(run, undisturbed("ddp", ranks=3))
     assert_survivors_stayed(run, 3, 0)

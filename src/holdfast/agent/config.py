@@ -115,7 +115,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What fails together with this node, as a rack; empty: its machine."""
     hang_timeout_s: float | None = None
     """How long nothing may move on this node. None: a multiple of its own steps (hangs.py); 0: no limit."""
-    collective_retries: int = 1
+    collective_retries: int = 0
     """How often a worker may run one collective again below the step when a connection broke; 0: never."""
     straggler_interval_s: float = 5.0
     """How often the step times of this node's workers are reported."""

@@ -204,9 +204,9 @@ RECOVERY = (
     _ours(
         "--collective-retries",
         "how often a collective is run again on new connections if one broke and all of its processes live; after that"
-        " the step is repeated (the strategy retry). 0: never",
+        " the step is repeated (the strategy retry). 0: never, which is the default",
         "N",
-        1,
+        0,
         parse=whole_number(0),
     ),
     _ours(

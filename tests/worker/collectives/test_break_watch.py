@@ -24,7 +24,7 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 def watch_of(sock: socket.socket) -> BreakWatch:
-    return BreakWatch({sock.fileno(): os.fstat(sock.fileno()).st_ino})
+    return BreakWatch({sock.fileno(): os.fstat(sock.fileno()).st_ino}, 1)
 
 
 def waiting(watch: BreakWatch) -> threading.Thread:
@@ -69,9 +69,24 @@ def test_the_other_side_is_told_even_if_the_owner_has_closed_its_own(
 
 def test_another_socket_at_the_same_descriptor_is_left_alone(pair: tuple[socket.socket, socket.socket]) -> None:
     ours, theirs = pair
-    watch = BreakWatch({ours.fileno(): os.fstat(theirs.fileno()).st_ino})
+    watch = BreakWatch({ours.fileno(): os.fstat(theirs.fileno()).st_ino}, 1)
     assert watch.copies == {}
     watch.close()
+
+
+def test_a_connection_that_was_gone_before_the_watch_began_is_a_break(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    ours, _ = pair
+    inode = os.fstat(ours.fileno()).st_ino
+    whole, short = BreakWatch({ours.fileno(): inode}, 1), BreakWatch({ours.fileno(): inode}, 2)
+    assert not whole.is_broken()
+    assert short.is_broken()
+    thread = waiting(short)
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive()
+    whole.close()
+    short.close()
 
 
 def test_a_socket_that_does_not_block_stays_so(pair: tuple[socket.socket, socket.socket]) -> None:

@@ -20,8 +20,9 @@ BROKEN = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 class BreakWatch:
     """The connections of one communicator. `wake` and `shut` may be called from any thread."""
 
-    def __init__(self, watched: dict[int, int]) -> None:
-        """Watch the sockets at these descriptors, with these inodes."""
+    def __init__(self, watched: dict[int, int], expected: int) -> None:
+        """Watch the sockets at these descriptors, with these inodes. If there are fewer than expected, a connection
+        broke before anyone looked, and gloo has closed it."""
         self._lock = threading.Lock()
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -35,11 +36,14 @@ class BreakWatch:
         for fd, inode in watched.items():
             with sockets.duplicate(fd, inode) as sock:
                 if sock is None:
-                    continue  # closed already, by a gloo that has noticed: the others tell
+                    continue  # closed already, by a gloo that has noticed
                 copy = socket.socket(fileno=os.dup(sock.fileno()))  # its dup() would make gloo's own one block
             self._copies.append(copy)
             self.copies[copy.fileno()] = os.fstat(copy.fileno()).st_ino
             self._epoll.register(copy.fileno(), BROKEN)
+        self._is_one_gone = len(self._copies) < expected
+        if self._is_one_gone:
+            os.eventfd_write(self._wake, 1)
 
     def wait_for_break(self) -> None:
         """Return when a connection broke, or `wake` was called."""
@@ -60,10 +64,10 @@ class BreakWatch:
     def is_broken(self) -> bool:
         """Return whether a connection has ended, at either side."""
         with self._lock:
-            return not self._is_closed and any(
-                copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != sockets.TCP_ESTABLISHED
-                for copy in self._copies
-            )
+            if self._is_closed:
+                return False
+            states = [copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] for copy in self._copies]
+            return self._is_one_gone or any(state != sockets.TCP_ESTABLISHED for state in states)
 
     def wake(self) -> None:
         with self._lock:

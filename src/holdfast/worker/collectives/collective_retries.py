@@ -26,8 +26,9 @@ The order of a retry, on a thread of the group (repeatable_gloo.py), all within 
 
     1  An operation failed here, or a socket of the group broke and the store says that a member wants a retry. One that
        only sees a broken socket does nothing: at the end of a job, or of a view, peers close theirs first.
-    2  Say in the store that a retry is wanted; then shut all sockets of the group, which the other members notice at
-       once, whatever they are doing; from now on callers that begin an operation wait.
+    2  Wait NEWS_S for the end of the view, as a death may have broken the socket. Then say in the store that a retry is
+       wanted, and shut all sockets of the group, which the other members notice at once, whatever they are doing; from
+       now on callers that begin an operation wait.
     3  Wait until what gloo has under way has ended, or sleeps for good (gloo_rest.py), so that it writes into no tensor
        any more. If that is not known within SETTLE_S, refuse.
     4  Report; wait for the reports of all; decide.

@@ -22,11 +22,14 @@ from holdfast.worker.collectives import sockets
 LOOK_AGAIN_S = 0.01
 TASKS = Path("/proc/self/task")
 SLEEPS = "S (sleeping)"
+DEVICE_THREAD = "gloo_tcp_loop"
+"""The name that gloo gives to a device's thread. It wakes many times a second with nothing to do."""
 
 
 def threads() -> frozenset[int]:
-    """Return the ids of all threads of this process."""
-    return frozenset(int(name) for name in os.listdir(TASKS))  # noqa: PTH208 - called where milliseconds count
+    """Return the ids of the threads of this process that could be work threads: all but those of gloo's devices."""
+    found = [int(name) for name in os.listdir(TASKS)]  # noqa: PTH208 - called where milliseconds count
+    return frozenset(thread for thread in found if _name_of(thread) != DEVICE_THREAD)
 
 
 def is_at_rest(connections: Mapping[int, int], workers: Collection[int], pause_s: float = LOOK_AGAIN_S) -> bool:
@@ -40,11 +43,18 @@ def is_at_rest(connections: Mapping[int, int], workers: Collection[int], pause_s
     return before == [_runs_of(thread) for thread in workers]
 
 
+def _name_of(thread: int) -> str:
+    try:
+        return (TASKS / str(thread) / "comm").read_text().strip()
+    except OSError:  # it has ended meanwhile
+        return ""
+
+
 def _runs_of(thread: int) -> str:
     """Return how often a thread that sleeps has run; empty if it does not sleep. One that has ended runs no more."""
     try:
         lines = (TASKS / str(thread) / "status").read_text().splitlines()
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter if it ends between opening and reading
         return "ended"
     fields = dict(line.split(":", 1) for line in lines)
     if fields["State"].strip() != SLEEPS:

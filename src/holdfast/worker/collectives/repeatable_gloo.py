@@ -38,6 +38,9 @@ CONNECT_S = 5.0
 """How long connecting again may take: a link that dropped may need a moment to come back."""
 WAIT_S = AGREE_S + SETTLE_S + 2 * CONNECT_S
 """How long one who waits for a retry waits at most; a store that does not answer has no time limit of its own."""
+NEWS_S = 0.01
+"""How long nothing is done about a break. Most connections break because a process has died, of which its agent tells
+within milliseconds: recovery then starts with nothing of a retry in its way."""
 CALL_S_MIN, CALL_S_MAX = 0.01, 0.1
 """Between two looks whether a member wants a retry, while a connection is broken and nothing failed here."""
 LOOK_S_MIN, LOOK_S_MAX = 0.001, 0.02
@@ -101,7 +104,7 @@ class RepeatableGloo:
         self._over: str | None = None
         self._half_made: Mesh | None = None
         self._timeout: timedelta | None = None
-        self._watch = BreakWatch(self._sockets)
+        self._watch = BreakWatch(self._sockets, settings.size - 1)
         settings.mesh.exchange({}, self._watch.copies)
         threading.Thread(target=self._run, name=f"holdfast-retry-{settings.name}", daemon=True).start()
 
@@ -312,9 +315,7 @@ class RepeatableGloo:
 
     def _wait_until_wanted(self, broken_at: float) -> Store | None:
         """Return a client of the view's store when a member wants a retry; None if the view is over."""
-        if not self._is_wanted:
-            self._watch.wait_for_call(CALL_S_MIN)  # of a view that ends, the end is about to be told
-        store = self._own_store() if self._over is None else None
+        store = None if self._is_over_within(NEWS_S) else self._own_store()
         pause_s = CALL_S_MIN
         while store is not None and self._over is None and not self._refusal:
             if self._is_wanted:
@@ -325,6 +326,11 @@ class RepeatableGloo:
             pause_s = min(2 * pause_s, CALL_S_MAX)
             self._look_for_forgotten(broken_at)
         return None
+
+    def _is_over_within(self, limit_s: float) -> bool:
+        """Wait this long at most for the end of the view; return whether it has come."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._over is not None, limit_s)
 
     def _look_for_forgotten(self, broken_at: float) -> None:
         """Want a retry if an operation has failed that no caller waits for, or gloo has forgotten one."""
@@ -432,7 +438,7 @@ class RepeatableGloo:
             self.check()
             self._half_made = part
         connected = self._reconnect(PrefixStore("group", store), part, timedelta(seconds=CONNECT_S))
-        watch = BreakWatch(connected.sockets)
+        watch = BreakWatch(connected.sockets, settings.size - 1)
         with self._changed:
             self._half_made = None
             settings.mesh.exchange(self._sockets | self._watch.copies, connected.sockets | watch.copies)
