@@ -239,7 +239,7 @@ def cut_at_once(member: Member, rank: int, size: int) -> tuple[list[bytes], int]
         return remember(mesh)
 
     if rank == 0:
-        Mesh.remember = look_late  # type: ignore[method-assign]
+        Mesh.remember = look_late  # type: ignore[method-assign, assignment]
     member.start(rank, size)
     data = data_of(rank, SMALL)
     work: Any = dist.all_reduce(data, async_op=True)
