@@ -47,6 +47,7 @@ QUICK = {
         "test_a_rank_is_killed_while_the_device_is_behind_its_host",
         "test_a_worker_whose_communicator_cannot_be_freed_is_replaced",
     ],
+    "test_layout_checkpoints": [],
     "test_master": [
         "test_a_master_that_is_killed_comes_back_and_workers_do_not_notice",
         "test_a_master_and_a_worker_killed_together_are_one_restart",

@@ -40,17 +40,6 @@ def test_through_worlds_of_other_sizes_and_kinds_and_back(tmp_path: Path, leak_g
         assert all(content == contents[0] for content in contents)
 
 
-@pytest.mark.thorough
-@pytest.mark.timeout(240)
-def test_through_layouts_of_pipelines_and_tensor_parallelism_and_back(tmp_path: Path, leak_guard: str) -> None:
-    """Alone → PP × TP → FSDP2 × TP → FSDP2 → interleaved PP × FSDP2 → PP × TP → alone → FSDP2 × TP → DDP → …"""
-    script, environment = SCRIPT.with_name("layout_worlds.py"), {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, script, tmp_path], env=environment, capture_output=True, text=True, timeout=230, check=False
-    )
-    assert done.returncode == 0, done.stderr[-6_000:]
-
-
 @pytest.mark.parametrize("size", range(1, 7))
 @pytest.mark.parametrize("rows", range(9))
 def test_regions_are_those_of_torch_chunk(rows: int, size: int) -> None:
