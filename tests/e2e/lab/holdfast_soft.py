@@ -40,7 +40,7 @@ class Module:
 
         self.native = native
         self.Stream, self.Event = torch.Stream, torch.Event
-        self.get_rng_state, self.manual_seed = native.get_rng_state, native.manual_seed
+        self.manual_seed = native.manual_seed
 
     def is_available(self) -> bool:
         return True
@@ -75,6 +75,9 @@ class Module:
 
     def stream(self, stream: Any) -> Any:
         return contextlib.nullcontext() if stream is None else stream
+
+    def get_rng_state(self, device: Any = None) -> Any:
+        return self.native.get_rng_state()
 
     def set_rng_state(self, state: Any, device: Any = None) -> None:
         self.native.set_rng_state(state)

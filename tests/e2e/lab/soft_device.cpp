@@ -473,6 +473,7 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto count = schema.arguments().size();
   torch::jit::Stack arguments(stack->end() - count, stack->end());
   stack->erase(stack->end() - count, stack->end());
+  const c10::DeviceGuard guard(device_of(arguments));  // its stream, whichever device is the current one
   torch::jit::Stack meta;
   bool is_late = can_wait(op);
   if (is_late) {
@@ -594,6 +595,9 @@ at::Scalar item(const at::Tensor& self) {
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run>()); }
+
+// Autocast changes nothing on it: all is computed in the types that it is given.
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", &empty);

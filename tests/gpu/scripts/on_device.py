@@ -27,7 +27,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn.functional import mse_loss, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -111,7 +111,7 @@ for step in job.steps(total):
             x = x + 1e-3 * exchange(number)
         with torch.autocast(device.type, torch.bfloat16, enabled="GRAPHED" not in os.environ):
             out = checkpoint(forward, x, use_reentrant=False) if "CHECKPOINTING" in os.environ else forward(x)
-            loss = mse_loss(out, x[:, :8])
+            loss = (out - x[:, :8]).float().square().mean()
         step.backward(scaler.scale(loss))
         hurt("backward", number)
         if any(action == "graph" for *_, action in faults) and number > 2:
