@@ -14,7 +14,7 @@ from support.soft_device import why_not
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 THOROUGH = {"fsdp-kills-no_spare-soft"}
-"""What `make thorough` has time for, as the device has to be built first: it has most that is special about a device."""
+"""What `make thorough` has time for, as the device must be built first: it has most that is special about one."""
 MOVED = {"plain-kills-spare-soft", "fsdp-kills-no_spare-soft", "hsdp-errors-no_spare-soft"}
 """Those that show that a newcomer's state goes from device to device: each kind of wrapper."""
 
