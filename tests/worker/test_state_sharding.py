@@ -38,7 +38,7 @@ def at_rank(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_those_that_start_together_see_it(at_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     at_rank(2, 4)
-    monkeypatch.setattr(groups, "gather", lambda values: [[FIRST], [FIRST], list(values), list(values)])
+    monkeypatch.setattr(groups, "gather", lambda values: [[FIRST, 0], [FIRST, 0], list(values), list(values)])
     sharding = StateSharding()
     sharding.measure(Tracked(model=nn.Linear(3, 2)), is_alone=False, expected=None)
     assert (sharding.shard_map, sharding.shard) == (STAGES, 1)
