@@ -26,6 +26,7 @@ QUICK = {
         "test_an_id_belongs_to_one_life_and_to_the_next_one_when_it_is_dead",
         "test_strangers_on_the_masters_port_change_nothing",
     ],
+    "test_elastic_layouts": [],
     "test_farewell": ["test_an_agent_that_comes_back_after_the_end_exits_with_the_jobs_code"],
     "test_faults": ["test_the_same_exception_at_the_same_step_twice_ends_the_job_with_restarts_left"],
     "test_flags": ["test_what_cannot_be_handed_over_is_refused"],
