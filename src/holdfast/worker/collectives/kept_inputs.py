@@ -64,7 +64,7 @@ class CopyPool:
             memory = free.pop()
             self._bytes_free -= size
         else:
-            memory = torch.empty(size, dtype=torch.uint8)
+            memory = torch.empty(size, dtype=torch.uint8, device="cpu")
         self.bytes_in_use += size
         memory.view(tensor.dtype).view(tensor.shape).copy_(tensor)
         return memory
