@@ -96,3 +96,12 @@ def test_who_has_no_replica_elsewhere_is_lonely(at_rank: Any) -> None:
     placed = assignment(2, 0, 4, first_ranks=(0, 2))
     sharding.adopt(resume((FIRST, FIRST, SECOND, SECOND)), placed, is_filled=True)
     assert sharding.lonely_ranks == {0, 1, 2, 3}
+
+
+def test_the_survivors_of_a_dump_keep_the_shard_of_their_rank(at_rank: Any) -> None:
+    """They are ranks of a smaller world then, and write what they had."""
+    sharding = StateSharding()
+    at_rank(3, 4)
+    sharding.adopt(resume((FIRST, FIRST, SECOND, SECOND), is_start=True), assignment(1, 3, 4), is_filled=False)
+    at_rank(1, 2)
+    assert (sharding.rank, sharding.shard) == (3, 1)

@@ -39,13 +39,20 @@ class StateSharding:
         """Whether the map is that of the ranks there are; a process that builds alone, or is a spare, guesses."""
         self._holdings_of: dict[int, int] = {}
         """By shard, what its ranks hold of the models."""
+        self._rank: int | None = None
+        """The rank that the objects are made for, once it is known."""
         self._first_ranks: tuple[int, ...] = (0,)
         """The first rank of each node of the view."""
 
     @property
+    def rank(self) -> int:
+        """The rank that the objects are made for; in a view that only dumps, the group has another for this process."""
+        return dist.get_rank() if self._rank is None else self._rank
+
+    @property
     def shard(self) -> int:
         """The shard of this rank. A spare has no rank to be asked for; where every rank has all, none is needed."""
-        return self.shard_map.shard_of(dist.get_rank()) if self.shard_map.shards > 1 else 0
+        return self.shard_map.shard_of(self.rank) if self.shard_map.shards > 1 else 0
 
     def is_cut(self, modules: Iterable[torch.nn.Module]) -> bool:
         """Return whether the objects are made for one rank of one world."""
@@ -59,6 +66,7 @@ class StateSharding:
         self.holdings = holdings_of(shared)
         self.is_known = not is_alone
         if not is_alone:
+            self._rank = dist.get_rank()
             holdings, names = zip(*groups.gather((self.holdings, names_of(shared))), strict=True)
             tracked.is_part = len(set(names)) > 1
             self.shard_map = map_of_holdings(holdings, self.declared)
@@ -69,12 +77,12 @@ class StateSharding:
 
     def start_over(self) -> None:
         """Forget the objects: others will be built, and their cut declared again."""
-        self.declared, self.is_known = None, False
+        self.declared, self.is_known, self._rank = None, False, None
 
     def adopt(self, resume: ResumePoint, assignment: Assignment, *, is_filled: bool) -> None:
         """Know which shard each rank of the view has. `is_filled`: this rank has the state. Raises ScriptError where
         its objects are not those of the rank that it replaces."""
-        self._first_ranks = assignment.first_ranks
+        self._first_ranks, self._rank = assignment.first_ranks, assignment.rank
         self._adopt_map(resume, assignment, is_filled)
         self.is_known = True
         self._holdings_of = {self.shard_map.shard_of(rank): holdings for rank, holdings in enumerate(resume.holdings)}

@@ -253,7 +253,7 @@ class WorkerState:
             self._carried += [
                 (self.sharding.key_of(shard), copy)
                 for step in (next_step, next_step + 1)
-                for shard, copy in self._ring.copies_at(step, self.shard_map, dist.get_rank()).items()
+                for shard, copy in self._ring.copies_at(step, self.shard_map, self.sharding.rank).items()
             ]
         if self._snapshots is not None:
             self._snapshots.close()
@@ -586,7 +586,7 @@ class WorkerState:
         found = {key: copy for key, copy in self._carried if copy.is_complete and copy.step == step}
         own = {}
         if self._ring is not None:
-            own = self._ring.copies_at(step, self.shard_map, dist.get_rank())
+            own = self._ring.copies_at(step, self.shard_map, self.sharding.rank)
         return found | {self.sharding.key_of(shard): copy for shard, copy in own.items()}
 
     @property
