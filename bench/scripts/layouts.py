@@ -50,7 +50,9 @@ match layout:
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
         mesh = init_device_mesh("cpu", (job.world_size // 2, 2), mesh_dim_names=("dp", "tp"))
-        model = parallelize_module(net(), mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        model = parallelize_module(
+            net(), mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()}, src_data_rank=None
+        )
         model = fully_shard(model, mesh=mesh["dp"])
     case "pipeline_ddp":
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B
